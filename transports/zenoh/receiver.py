@@ -145,21 +145,20 @@ class Covers:
     def __init__(self, subscriptions_max: int) -> None:
         """`subscriptions_max`: filters with a subscription of their own."""
         self._max = subscriptions_max
-        self._keys: set[str] = set()
+        self._owners: dict[str, str] = {}  # key expression of each filter -> that of its subscription
         self.subscriptions: dict[str, int] = {}  # key expression -> its number of filters
         self.wide: tuple[set[str], ...] = tuple(set() for _ in WIDTHS)  # of `subscriptions`, by width
 
     def __repr__(self) -> str:
         wide = [len(covers) for covers in self.wide]
-        return f"Covers(filters={len(self._keys)}, subscriptions={len(self.subscriptions)}, wide={wide})"
+        return f"Covers(filters={len(self._owners)}, subscriptions={len(self.subscriptions)}, wide={wide})"
 
     def add(self, keys: Iterable[str]) -> bool:
         """True if `subscriptions` has grown. A key that is known already changes nothing."""
         before = len(self.subscriptions)
         for key in keys:
-            if key not in self._keys:
-                self._keys.add(key)
-                owner = self._owner(key)
+            if key not in self._owners:
+                owner = self._owners[key] = self._owner(key)
                 self.subscriptions[owner] = self.subscriptions.get(owner, 0) + 1
         return len(self.subscriptions) > before
 
@@ -167,9 +166,8 @@ class Covers:
         """True if `subscriptions` has shrunk. An unknown key changes nothing."""
         before = len(self.subscriptions)
         for key in keys:
-            if key in self._keys:
-                self._keys.discard(key)
-                owner = self._owner(key)
+            owner = self._owners.pop(key, None)
+            if owner is not None:
                 self.subscriptions[owner] -= 1
                 if not self.subscriptions[owner]:
                     del self.subscriptions[owner]
@@ -178,8 +176,7 @@ class Covers:
         return len(self.subscriptions) < before
 
     def _owner(self, key: str) -> str:
-        """The narrowest subscription that covers `key`, or a new one. It stays the same while the filter exists: a new
-        one is made only for a key that none covers, and each stays as long as it has filters."""
+        """The narrowest subscription that covers `key`, or a new one."""
         if key in self.subscriptions:
             return key
         for width in WIDTHS:
