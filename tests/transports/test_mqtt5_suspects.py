@@ -62,7 +62,7 @@ async def send_as_soon_as_connected(one: Mqtt5Transport, messages: Sequence[UMes
 
 def let_time_pass(one: Mqtt5Transport) -> None:
     """Until all that was passed over is to be tried again."""
-    known = one._window._suspects.by_stream
+    known = one._window.suspects.by_stream
     known.update({stream: suspect._replace(try_at_s=0.0) for stream, suspect in known.items()})
 
 
@@ -120,7 +120,7 @@ async def test_one_that_was_lost_with_others_is_no_suspect(monkeypatch: pytest.M
         await send_as_soon_as_connected(one, many)  # so that several may be in flight
         statuses = await send_as_soon_as_connected(one, [message(FORBIDDEN, 0), *many])
         assert {status.code for status in statuses} == {UCode.UNAVAILABLE}
-        assert not one._window._suspects.by_stream
+        assert not one._window.suspects.by_stream
 
 
 @pytest.mark.parametrize("why", [TimeoutError("silent"), TakenOver(packets.Answer(0x8E, {}))])
@@ -132,7 +132,7 @@ async def test_a_lost_network_makes_no_message_a_suspect(why: OSError) -> None:
         assert one._link.connection is not None
         one._link.connection.drop(why)
         await sending
-        assert not one._window._suspects.by_stream
+        assert not one._window.suspects.by_stream
 
 
 def test_a_stream_is_passed_over_for_longer_each_time() -> None:

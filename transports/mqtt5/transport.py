@@ -106,7 +106,7 @@ class Mqtt5Transport(TransportBase):
 
     @property
     def troubles(self) -> list[str]:
-        return [*self._window.troubles, *self._link.troubles, *self._session.troubles]
+        return [*self._window.suspects.troubles, *self._link.troubles, *self._session.troubles]
 
     @property
     def notes(self) -> list[str]:

@@ -283,7 +283,7 @@ class Window:
         # packet id -> its index in the call, and its bytes if they are more than SMALL_BYTES
         self._in_flight: dict[int, tuple[_Sending, int, int]] = {}
         self._large_bytes = 0  # the sum of those
-        self._suspects = Suspects()
+        self.suspects = Suspects()
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
         self._reach = Reach(0)
@@ -296,11 +296,6 @@ class Window:
     def __repr__(self) -> str:
         reach = self._reach
         return f"Window(in_flight={len(self._in_flight)} of {reach.messages}, at most {reach.messages_max})"
-
-    @property
-    def troubles(self) -> list[str]:
-        """Messages over which the broker ends the connection."""
-        return self._suspects.troubles
 
     def open(self, connection: Connection, size: int) -> None:
         """There is a connection, on which up to `size` messages may be in flight."""
@@ -336,7 +331,7 @@ class Window:
                 return refusal
             slashes = self._slashes(message) if how.reason == TOPIC_NAME_INVALID else None
         now_s = asyncio.get_running_loop().time()
-        self._suspects.lost_with(_stream(message), message, now_s, refusal, slashes)
+        self.suspects.lost_with(_stream(message), message, now_s, refusal, slashes)
         return refusal
 
     @property
@@ -366,7 +361,7 @@ class Window:
             async with self._turn:
                 while len(sending.statuses) < count and sending.why is None and self._connection is connection:
                     free = min(self._reach.messages - len(self._in_flight), WRITE_MESSAGES_MAX)
-                    on_trial = self._in_flight and self._suspects.by_stream and self._is_on_trial(sending)
+                    on_trial = self._in_flight and self.suspects.by_stream and self._is_on_trial(sending)
                     if free <= 0 or self._large_bytes >= IN_FLIGHT_BYTES_MAX or on_trial:
                         self._freed.clear()
                         await self._freed.wait()
@@ -392,13 +387,13 @@ class Window:
         """True if a suspect is in flight or is next: it must be alone."""
         first, index, _ = next(iter(self._in_flight.values()))
         both = first.messages[index], sending.messages[len(sending.statuses)]
-        return any(self._suspects.is_suspect(_stream(message), self._slashes(message)) for message in both)
+        return any(self.suspects.is_suspect(_stream(message), self._slashes(message)) for message in both)
 
     def _held_back(self, stream: StreamKey, message: Carried, sending: _Sending) -> UStatus | None:
         """Returns why nothing of this stream may be sent now; None if it may."""
         if stream in sending.refused:
             return _BEHIND
-        status = self._suspects.skip_reason(stream, asyncio.get_running_loop().time(), self._slashes(message))
+        status = self.suspects.skip_reason(stream, asyncio.get_running_loop().time(), self._slashes(message))
         if status is not None and status.code == UCode.UNAVAILABLE:
             sending.refused.add(stream)
         return status
@@ -411,12 +406,12 @@ class Window:
         forbidden = {stream: status for other in self._unanswered for stream, status in other.forbidden.items()}
         for message in sending.messages[len(sending.statuses) : end]:
             is_suspect = False
-            if sending.refused or self._suspects.by_stream:
+            if sending.refused or self.suspects.by_stream:
                 stream = _stream(message)
                 if (held_back := self._held_back(stream, message, sending)) is not None:
                     sending.statuses.append(held_back)
                     continue
-                is_suspect = self._suspects.is_suspect(stream, self._slashes(message))
+                is_suspect = self.suspects.is_suspect(stream, self._slashes(message))
                 if is_suspect and in_flight:
                     break
             if forbidden and (stream := _stream(message)) in forbidden:
@@ -469,9 +464,9 @@ class Window:
             if entry is None:
                 continue
             sending, index, size = entry
-            if self._suspects.by_stream:
+            if self.suspects.by_stream:
                 message = sending.messages[index]
-                self._suspects.answered(_stream(message), self._slashes(message))
+                self.suspects.answered(_stream(message), self._slashes(message))
             status = _ANSWERS[reason]
             if status is not OK and packet_id in whys:
                 status = _answer(reason, {"ReasonString": whys[packet_id]})
