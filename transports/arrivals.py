@@ -433,11 +433,6 @@ class Arrivals(Generic[T]):
         if self._capacity.items:
             self._wake()
 
-    def stop(self) -> None:
-        """Take nothing more. What is here is still delivered."""
-        self._capacity.stopped = True
-        self._capacity.release()
-
     async def drained(self) -> None:
         """Completes when everything put so far has been taken."""
         while (self._capacity.items and not self._closed) or self._pending:
@@ -446,7 +441,8 @@ class Arrivals(Generic[T]):
 
     async def finish(self, within_s: float) -> list[T]:
         """Take nothing more, wait at most `within_s` seconds until everything has been taken, and close."""
-        self.stop()
+        self._capacity.stopped = True
+        self._capacity.release()
         try:
             async with asyncio.timeout(within_s):
                 await self.drained()
