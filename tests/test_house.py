@@ -16,14 +16,14 @@ from tools import house
 
 TREE = Path(__file__).parents[1]
 
-LINES_MAX: Final = 56_600  # of the product; raise it only together with a capability
+LINES_MAX: Final = 53_559  # of the product; raise it only together with a capability
 WALKS_MAX: Final = {  # walk -> functions, files
-    "publish": (116, 33),
-    "subscribe": (370, 72),
-    "poll": (155, 35),
-    "followed": (197, 48),
-    "epoch": (160, 30),
-    "micro-batch": (280, 31),
+    "publish": (100, 24),
+    "subscribe": (280, 50),
+    "poll": (118, 25),
+    "followed": (165, 38),
+    "epoch": (145, 25),
+    "micro-batch": (255, 28),
 }
 LONG_CLASSES: Final = {  # file:class -> why it is not split
     "streamer/following/followed.py:Followed": "one conversation: its methods share one position and one backlog",
