@@ -203,7 +203,7 @@ class FaultyNetwork(LocalNetwork):
 
     def is_heard(self, sender: LocalTransport, message: UMessage, address: str) -> bool:
         if self._refuses(address, sender.authority):
-            return True  # it is refused, whoever listens
+            return True  # `carry` refuses it, so it does not matter whether anybody listens
         if any(address in call.absent for call in self._calls[sender].running):
             return False
         return super().is_heard(sender, message, address)
