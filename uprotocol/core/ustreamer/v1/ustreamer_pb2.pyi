@@ -151,10 +151,13 @@ class DescribeRequest(_message.Message):
     TOPICS_FIELD_NUMBER: _builtins.int
     LISTING_FIELD_NUMBER: _builtins.int
     PAGE_FIELD_NUMBER: _builtins.int
+    FOLLOWED_FIELD_NUMBER: _builtins.int
     listing: Global___DescribeRequest.Listing.ValueType
     """of the topics that match"""
     page: _builtins.bytes
     """of LISTING_PAGE: `next_page` of the answer before; empty: the first page"""
+    followed: _builtins.bool
+    """answer `followed`, too"""
     @_builtins.property
     def topics(self) -> _containers.RepeatedCompositeFieldContainer[_uri_pb2.UUri]:
         """patterns; none means every topic"""
@@ -165,10 +168,11 @@ class DescribeRequest(_message.Message):
         topics: _abc.Iterable[_uri_pb2.UUri] | None = ...,
         listing: Global___DescribeRequest.Listing.ValueType = ...,
         page: _builtins.bytes = ...,
+        followed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["listing", b"listing", "page", b"page", "topics", b"topics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["followed", b"followed", "listing", b"listing", "page", b"page", "topics", b"topics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -181,6 +185,8 @@ class DescribeResponse(_message.Message):
     LOGS_FIELD_NUMBER: _builtins.int
     TOPICS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_FIELD_NUMBER: _builtins.int
+    VISIBLE_FIELD_NUMBER: _builtins.int
+    FOLLOWED_FIELD_NUMBER: _builtins.int
     next_page: _builtins.bytes
     """opaque; empty: there is no more"""
     @_builtins.property
@@ -189,20 +195,118 @@ class DescribeResponse(_message.Message):
     def topics(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicState]:
         """a page may have none, and not be the last one"""
 
+    @_builtins.property
+    def visible(self) -> Global___VisibleTopics:
+        """what the caller may read"""
+
+    @_builtins.property
+    def followed(self) -> _containers.RepeatedCompositeFieldContainer[_uri_pb2.UUri]:
+        """The histories that this streamer follows, of publishers that the caller may read: `//vehicle1/4/1/0`."""
+
     def __init__(
         self,
         *,
         logs: _abc.Iterable[Global___LogState] | None = ...,
         topics: _abc.Iterable[Global___TopicState] | None = ...,
         next_page: _builtins.bytes = ...,
+        visible: Global___VisibleTopics | None = ...,
+        followed: _abc.Iterable[_uri_pb2.UUri] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["visible", b"visible"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logs", b"logs", "next_page", b"next_page", "topics", b"topics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["followed", b"followed", "logs", b"logs", "next_page", b"next_page", "topics", b"topics", "visible", b"visible"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
+
+@_typing.final
+class VisibleTopics(_message.Message):
+    """The topics that a caller may read. A topic is visible if no pattern of `deny` matches it, and: a pattern of `allow` matches it; or, without
+    `allow`, it is visible by the first of `origins` whose authorities match the authority of the topic.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Origin(_message.Message):
+        """Topics of authorities that have one road to the caller. Visible: not matched by `deny`, and matched by `allow` if there is any."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        AUTHORITIES_FIELD_NUMBER: _builtins.int
+        ALLOW_FIELD_NUMBER: _builtins.int
+        DENY_FIELD_NUMBER: _builtins.int
+        HIDDEN_FIELD_NUMBER: _builtins.int
+        hidden: _builtins.bool
+        """none of its topics is visible"""
+        @_builtins.property
+        def authorities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+            """exact names, families (`*.vin1`), or `*`"""
+
+        @_builtins.property
+        def allow(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicPattern]: ...
+        @_builtins.property
+        def deny(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicPattern]: ...
+        def __init__(
+            self,
+            *,
+            authorities: _abc.Iterable[_builtins.str] | None = ...,
+            allow: _abc.Iterable[Global___TopicPattern] | None = ...,
+            deny: _abc.Iterable[Global___TopicPattern] | None = ...,
+            hidden: _builtins.bool = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["allow", b"allow", "authorities", b"authorities", "deny", b"deny", "hidden", b"hidden"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ALLOW_FIELD_NUMBER: _builtins.int
+    DENY_FIELD_NUMBER: _builtins.int
+    ORIGINS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def allow(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicPattern]: ...
+    @_builtins.property
+    def deny(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicPattern]: ...
+    @_builtins.property
+    def origins(self) -> _containers.RepeatedCompositeFieldContainer[Global___VisibleTopics.Origin]: ...
+    def __init__(
+        self,
+        *,
+        allow: _abc.Iterable[Global___TopicPattern] | None = ...,
+        deny: _abc.Iterable[Global___TopicPattern] | None = ...,
+        origins: _abc.Iterable[Global___VisibleTopics.Origin] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow", b"allow", "deny", b"deny", "origins", b"origins"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VisibleTopics: _TypeAlias = VisibleTopics  # noqa: Y015
+
+@_typing.final
+class TopicPattern(_message.Message):
+    """A pattern of topics. In the authority, `*` stands for all and `*.vin1` for the family of vin1."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def topic(self) -> _uri_pb2.UUri: ...
+    def __init__(
+        self,
+        *,
+        topic: _uri_pb2.UUri | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopicPattern: _TypeAlias = TopicPattern  # noqa: Y015
 
 @_typing.final
 class LogState(_message.Message):
@@ -313,6 +417,8 @@ class PollRequest(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     FRONTIERS_FIELD_NUMBER: _builtins.int
     FRONTIERS_PAGE_FIELD_NUMBER: _builtins.int
+    PLAN_RECORDS_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
     earliest: _builtins.bool
     """the default"""
     latest: _builtins.bool
@@ -337,6 +443,10 @@ class PollRequest(_message.Message):
     """answer `frontiers`, too"""
     frontiers_page: _builtins.bytes
     """`next_frontiers_page` of the answer before, whose `next` are `positions`"""
+    plan_records: _builtins.int
+    """Answer `plan` instead of records: a cut after each `plan_records` records that match, as many as `max_records` covers (0: 1,000,000)."""
+    holder: _builtins.str
+    """Who uses `consumer`, in up to 64 printable characters: while a lease of another holder lasts, ABORTED. Empty: anybody."""
     @_builtins.property
     def topics(self) -> _containers.RepeatedCompositeFieldContainer[_uri_pb2.UUri]:
         """patterns; none means every topic"""
@@ -377,10 +487,12 @@ class PollRequest(_message.Message):
         number: _builtins.int = ...,
         frontiers: _builtins.bool = ...,
         frontiers_page: _builtins.bytes = ...,
+        plan_records: _builtins.int = ...,
+        holder: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after_message_id", b"after_message_id", "after_time", b"after_time", "earliest", b"earliest", "latest", b"latest", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "after_message_id", b"after_message_id", "after_time", b"after_time", "consumer", b"consumer", "earliest", b"earliest", "follower", b"follower", "frontiers", b"frontiers", "frontiers_page", b"frontiers_page", "latest", b"latest", "lease_ms", b"lease_ms", "max_bytes", b"max_bytes", "max_records", b"max_records", "number", b"number", "positions", b"positions", "start", b"start", "topics", b"topics", "until", b"until", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "after_message_id", b"after_message_id", "after_time", b"after_time", "consumer", b"consumer", "earliest", b"earliest", "follower", b"follower", "frontiers", b"frontiers", "frontiers_page", b"frontiers_page", "holder", b"holder", "latest", b"latest", "lease_ms", b"lease_ms", "max_bytes", b"max_bytes", "max_records", b"max_records", "number", b"number", "plan_records", b"plan_records", "positions", b"positions", "start", b"start", "topics", b"topics", "until", b"until", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_start: _TypeAlias = _typing.Literal["earliest", "latest", "after_time", "after_message_id"]  # noqa: Y015
     _WhichOneofArgType_start: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
@@ -402,6 +514,8 @@ class PollResponse(_message.Message):
     FRONTIERS_FIELD_NUMBER: _builtins.int
     HAS_FRONTIERS_FIELD_NUMBER: _builtins.int
     NEXT_FRONTIERS_PAGE_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    VISIBLE_FIELD_NUMBER: _builtins.int
     more: _builtins.bool
     """true: there is more at hand right now"""
     lease_ms: _builtins.int
@@ -436,6 +550,14 @@ class PollResponse(_message.Message):
         what came later of them is in `batches`. None of a topic that has none yet, or no more.
         """
 
+    @_builtins.property
+    def plan(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogPlan]:
+        """of a poll with `plan_records`; no entry of a log without new matching records"""
+
+    @_builtins.property
+    def visible(self) -> Global___VisibleTopics:
+        """of a poll with `plan_records`"""
+
     def __init__(
         self,
         *,
@@ -449,14 +571,75 @@ class PollResponse(_message.Message):
         frontiers: _abc.Iterable[Global___RecordBatch] | None = ...,
         has_frontiers: _builtins.bool = ...,
         next_frontiers_page: _builtins.bytes = ...,
+        plan: _abc.Iterable[Global___LogPlan] | None = ...,
+        visible: Global___VisibleTopics | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["made", b"made"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["made", b"made", "visible", b"visible"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "begin", b"begin", "frontiers", b"frontiers", "gaps", b"gaps", "has_frontiers", b"has_frontiers", "lease_ms", b"lease_ms", "made", b"made", "more", b"more", "next", b"next", "next_frontiers_page", b"next_frontiers_page"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "begin", b"begin", "frontiers", b"frontiers", "gaps", b"gaps", "has_frontiers", b"has_frontiers", "lease_ms", b"lease_ms", "made", b"made", "more", b"more", "next", b"next", "next_frontiers_page", b"next_frontiers_page", "plan", b"plan", "visible", b"visible"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PollResponse: _TypeAlias = PollResponse  # noqa: Y015
+
+@_typing.final
+class LogPlan(_message.Message):
+    """Where to divide the matching records of one log, from `begin` on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Cut(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        POSITION_FIELD_NUMBER: _builtins.int
+        RECORDS_FIELD_NUMBER: _builtins.int
+        FIRST_TIME_MS_FIELD_NUMBER: _builtins.int
+        records: _builtins.int
+        """matching ones between the cut before and this one"""
+        first_time_ms: _builtins.int
+        """append time of the first of these, Unix milliseconds"""
+        @_builtins.property
+        def position(self) -> Global___Position:
+            """with its witness, if the record there matches"""
+
+        def __init__(
+            self,
+            *,
+            position: Global___Position | None = ...,
+            records: _builtins.int = ...,
+            first_time_ms: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["first_time_ms", b"first_time_ms", "position", b"position", "records", b"records"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    CUTS_FIELD_NUMBER: _builtins.int
+    NEWEST_MATCH_SEQ_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.bytes
+    newest_match_seq: _builtins.int
+    """as in LogState: matching records after the last cut have a seq up to this"""
+    @_builtins.property
+    def cuts(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogPlan.Cut]:
+        """in log order; the last one may have fewer records"""
+
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.bytes = ...,
+        cuts: _abc.Iterable[Global___LogPlan.Cut] | None = ...,
+        newest_match_seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuts", b"cuts", "incarnation", b"incarnation", "newest_match_seq", b"newest_match_seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogPlan: _TypeAlias = LogPlan  # noqa: Y015
 
 @_typing.final
 class RecordBatch(_message.Message):
