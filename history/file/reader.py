@@ -12,7 +12,7 @@ import sqlite3
 import struct
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -27,10 +27,12 @@ from storage.faults import is_damage
 SCAN_CHUNKS_MAX: Final = 256
 INDEX_ROWS_MAX: Final = 1_024  # read in one step, shared by the wanted streams
 SCAN_BYTES_MAX: Final = 16 << 20  # read from disk in one step; this limits memory as well
+BARE_BYTES: Final = 256  # a record counts as so many where its message is not read: such a step takes as long
 KNOWN_BAD_MAX: Final = 10_000  # damaged chunks that are remembered, so that each is logged once
 INDEXED_STREAMS_MAX: Final = 64  # for more streams a scan of all chunks is cheaper than merging the ranges of the index
 
 Holes = Sequence[tuple[int, int]]  # (after, before)
+ReadChunk = Callable[[sqlite3.Connection, int], Chunk]
 
 log = structlog.get_logger()
 
@@ -47,6 +49,7 @@ class ScanLimits(NamedTuple):
     records: int
     bytes: int
     is_strict: bool  # not even the first record may exceed the limit
+    is_bare: bool = False  # messages are not read
 
 
 class Reader:
@@ -95,36 +98,45 @@ class Reader:
         """
         if newest is not None:
             wanted = newest.keys()  # not changed by the loop
+        read = bare_at if limits.is_bare else whole_at
         with self._snapshot() as db:
             row = db.execute("SELECT value FROM meta WHERE key = 'floor_seq'").fetchone()
             floor = row[0] if row is not None else 0
-            found = self._step(db, Scan(*limits, floor_seq=floor), wanted, holes, is_quick=newest is not None)
+            found = self._step(db, Scan(*limits, floor_seq=floor), wanted, holes, read, is_quick=newest is not None)
             if newest is not None and (found.is_index_wrong or not _is_whole(found, newest, holes)):
-                found = self._step(db, Scan(*limits, floor_seq=floor), wanted, holes, is_quick=False)
-                found.is_index_wrong = True
+                found = self._step(db, Scan(*limits, floor_seq=floor), wanted, holes, whole_at, is_quick=False)
+                # without messages it may also have been a damaged chunk
+                found.is_index_wrong = not (limits.is_bare and found.gaps)
         return found
 
     def _step(
-        self, db: sqlite3.Connection, found: Scan, streams: Set[int] | None, holes: Holes, *, is_quick: bool
+        self,
+        db: sqlite3.Connection,
+        found: Scan,
+        streams: Set[int] | None,
+        holes: Holes,
+        read: ReadChunk,
+        *,
+        is_quick: bool,
     ) -> Scan:
         """`is_quick`: trust the index, and the set of streams of each chunk; otherwise read every chunk."""
         after, until = found.after, found.until
         candidates, complete_to = _candidates(db, after, until, streams if is_quick else None)
         expected = max(after, found.floor_seq) + 1
-        read = 0
+        bytes = 0
         for first_seq in candidates:
             if first_seq > expected and not is_quick:
                 self._jump(found, expected - 1, first_seq, holes)
-            chunk = self._row(db, first_seq, found, is_quick=is_quick)
+            chunk = self._row(db, first_seq, found, read, is_quick=is_quick)
             if chunk is None:
                 expected = found.covered + 1
                 continue
             expected = max(expected, chunk.last_seq + 1)
             if chunk.last_seq <= after:
                 continue
-            read += sum(map(len, chunk.data))
+            bytes += len(chunk) * BARE_BYTES if found.is_bare else sum(map(len, chunk.data))
             found.take(chunk, streams)
-            if found.full or read >= SCAN_BYTES_MAX:
+            if found.full or bytes >= SCAN_BYTES_MAX:
                 return found
         if complete_to == until >= expected and not is_quick:
             self._jump(found, expected - 1, until + 1, holes)
@@ -141,11 +153,13 @@ class Reader:
             self._known_bad.add(after + 1)
             found.damaged.append((after, before, "they aren't there"))
 
-    def _row(self, db: sqlite3.Connection, first_seq: int, found: Scan, *, is_quick: bool) -> Chunk | None:
+    def _row(
+        self, db: sqlite3.Connection, first_seq: int, found: Scan, read: ReadChunk, *, is_quick: bool
+    ) -> Chunk | None:
         """Returns the chunk at `first_seq`. If it can't be read, returns None and notes the gap, or that the index is
         wrong."""
         try:
-            return chunk_at(db, first_seq)[1]
+            return read(db, first_seq)
         except (CorruptChunkError, sqlite3.DatabaseError) as error:
             if isinstance(error, NoChunkError) and is_quick:
                 found.is_index_wrong = True
@@ -188,6 +202,20 @@ class Reader:
                     if found is not None:
                         return int(found[0])
         return None
+
+    def times_of(self, seqs: Sequence[int]) -> list[int]:
+        """Returns the append time of each of these records; 0: it can't be read."""
+        query, found = "SELECT time_ms FROM chunk WHERE first_seq <= ? ORDER BY first_seq DESC LIMIT 1", list[int]()
+        with self._snapshot() as db:
+            for seq in seqs:
+                try:
+                    row = db.execute(query, (seq,)).fetchone()
+                except sqlite3.DatabaseError as error:
+                    if not is_damage(error):
+                        raise
+                    row = None
+                found.append(row[0] if row is not None and isinstance(row[0], int) and row[0] > 0 else 0)
+        return found
 
     def recent_ids(self, count: int) -> list[tuple[int, bytes]]:
         """Returns the stream and id of the newest records, oldest first, as far as they can be read without walking
@@ -278,6 +306,24 @@ def chunk_at(db: sqlite3.Connection, first_seq: int) -> tuple[Columns, Chunk]:
         return columns, decode(columns)
     except (struct.error, TypeError, ValueError) as error:
         raise CorruptChunkError(f"the columns of the records from {first_seq} on are none: {error}") from None
+
+
+def whole_at(db: sqlite3.Connection, first_seq: int) -> Chunk:
+    return chunk_at(db, first_seq)[1]
+
+
+def bare_at(db: sqlite3.Connection, first_seq: int) -> Chunk:
+    """Returns a chunk without its messages. Its checksum can't be compared without them: whatever else shows damage has
+    the whole chunk read. Raises as `chunk_at`."""
+    query = "SELECT records, time_ms, streams FROM chunk WHERE first_seq = ?"
+    with contextlib.suppress(struct.error, TypeError, ValueError, OverflowError, sqlite3.DatabaseError):
+        records, time_ms, packed = db.execute(query, (first_seq,)).fetchone()
+        with db.blobopen("chunk", "data", first_seq, readonly=True) as data:
+            numbers = struct.unpack(f"<{records}I{records}Q", data.read(12 * records))
+        streams = list(numbers[:records])
+        if records and set(streams) == set(unpack_streams(packed)):
+            return Chunk(range(first_seq, first_seq + records), time_ms, streams, list(numbers[records:]), [])
+    return chunk_at(db, first_seq)[1]
 
 
 def walk(db: sqlite3.Connection) -> Iterator[tuple[int, Columns | None, str]]:

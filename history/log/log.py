@@ -431,14 +431,13 @@ class Log(Streams):
         streams: Set[int] | None = None,
         until: int | None = None,
         strict: bool = False,
+        bare: bool = False,
     ) -> Scan:
         """One bounded step of `read`. It also reports how far it came (beyond `after`, unless that is the end) and what
-        is damaged.
-
-        `strict`: not even the first record may exceed `max_bytes`.
+        is damaged. `strict`: not even the first record may exceed `max_bytes`. `bare`: no messages, nor their damage.
         """
         until = self.newest_seq if until is None else min(until, self.newest_seq)
-        limits = ScanLimits(after, until, max_records, max_bytes, strict)
+        limits = ScanLimits(after, until, max_records, max_bytes, strict, bare)
         if after >= until:
             return Scan(*limits)
         if max(after, self.floor_seq) >= self._tail.after:
@@ -457,6 +456,10 @@ class Log(Streams):
             (max(after, low), high) for low, high in self.holes if low < found.covered and after < high - 1
         )
         return found
+
+    async def times_of(self, seqs: Sequence[int]) -> list[int]:
+        """Returns when each of these records was appended, in Unix milliseconds; 0: damaged."""
+        return await self._storage.run(self._storage.reader.times_of, seqs)
 
     async def seq_of_id(self, id: bytes) -> int | None:
         """Returns the seq of the newest record with this message id (16 bytes, big endian)."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
@@ -246,6 +247,11 @@ class VolatileStorage:
     def first_after_time(self, time_ms: int) -> int | None:
         chunks = self.tail.read(self.tail.after)
         return next((chunk.first_seq for chunk in chunks if chunk.time_ms > time_ms), None)
+
+    def times_of(self, seqs: Sequence[int]) -> list[int]:
+        chunks = self.tail.read(self.tail.after)
+        firsts = [chunk.first_seq for chunk in chunks]
+        return [chunks[at - 1].time_ms if at else 0 for at in (bisect_right(firsts, seq) for seq in seqs)]
 
     def recent_ids(self, count: int) -> list[tuple[int, bytes]]:
         chunks = self.tail.read(self.tail.after)

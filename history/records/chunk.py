@@ -62,7 +62,7 @@ class Chunk:
 
     `time_ms` is the append time in Unix milliseconds; `streams`, `prev_seqs` and `data` have one entry per record, and
     so have `origins` and `epochs`, unless they are None: none of the records was followed, or has an epoch. Never
-    changed once made.
+    changed once made. A `bare` one has no messages.
     """
 
     __slots__ = (
@@ -126,6 +126,10 @@ class Chunk:
     def after(self, seq: int) -> Chunk:
         """Returns the records with a greater seq; there must be one."""
         return self if seq < self.first_seq else self.slice(bisect_right(self.seqs, seq), len(self))
+
+    def bare(self) -> Chunk:
+        """Returns the numbers of the records alone: without messages, origins and epochs."""
+        return Chunk(self.seqs, self.time_ms, self.streams, self.prev_seqs, [])
 
     def select(self, wanted: Set[int]) -> Chunk | None:
         """Returns the records of the streams `wanted`; None: no record."""
@@ -337,6 +341,7 @@ class Scan:
     records_left: int  # of the requested ones
     bytes_left: int
     strict: bool = False  # False: the first record is taken even if it is too large
+    is_bare: bool = False  # bare chunks are enough: no message is read, and bytes are not limited
     chunks: list[Chunk] = field(default_factory=list)
     # (after, before): the records between can't be read any more
     gaps: list[tuple[int, int]] = field(default_factory=list)
@@ -355,6 +360,8 @@ class Scan:
         self.covered = min(chunk.last_seq, self.until)
         if chunk.first_seq > self.until:
             return
+        if self.is_bare:
+            chunk = chunk.bare()
         if chunk.first_seq <= self.after:
             chunk = chunk.after(self.after)
         if chunk.last_seq > self.until:
@@ -362,8 +369,11 @@ class Scan:
         part = chunk if wanted is None else chunk.select(wanted)
         if part is None:
             return
-        is_taken = not self.chunks and not self.strict
-        fits, bytes = part.within(self.records_left, self.bytes_left, at_least=int(is_taken))
+        if self.is_bare:
+            fits, bytes = min(len(part), self.records_left), 0
+        else:
+            is_taken = not self.chunks and not self.strict
+            fits, bytes = part.within(self.records_left, self.bytes_left, at_least=int(is_taken))
         if fits < len(part):
             self.full = True
             self.covered = part.seqs[fits] - 1

@@ -84,6 +84,8 @@ def checked_push(asked: PushRequest, attributes: UAttributes) -> PushRequest:
         raise invalid(f"{what}, got {uris.format(push.sink)}")
     if push.poll.topics or push.poll.follower:
         raise invalid("expected the poll of a push without topics and follower: it is for the followed topics")
+    if push.poll.plan_records:
+        raise invalid("expected the poll of a push without `plan_records`: a push brings records")
     checked(push.poll, attributes)
     push.poll.wait_ms = PUSH_WAIT_MS
     return push

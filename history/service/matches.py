@@ -153,6 +153,11 @@ class Match:
 
     # -- the streams
 
+    @property
+    def has_all(self) -> bool:
+        """True if every stream that the log knows matches, and so every record that it has."""
+        return len(self.ids) == self._log.stream_count
+
     def advance(self) -> bool:
         """Take one step. Returns True if every stream of the log has been examined."""
         newest = self._log.newest_stream_id

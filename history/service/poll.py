@@ -4,6 +4,7 @@ PollRequest, ttl -> checked -> CheckedPoll | INVALID_ARGUMENT, RESOURCE_EXHAUSTE
 Poll.begin: where to read each log from, gaps of logs that no longer exist or went back, frontiers up to there
 Poll.read:  scan each log from there -> records of streams that match -> columns of a RecordBatch
                                      -> gaps: retention, damage
+            a plan: the same without messages (planning.py)
             `next`: the positions to go on from, each with the record there as its witness
 
 Frontiers come in pages. For each matching topic of frontiers, the newest record up to the position is sent. If epochs
@@ -23,9 +24,10 @@ from google.protobuf.message import DecodeError
 
 from history.epochs.frontier import Epoch, time_of
 from history.log.log import Log
-from history.records.chunk import INCARNATION_BYTES, Chunk, message_id, numbered
+from history.records.chunk import INCARNATION_BYTES, Chunk, Scan, message_id, numbered
 from history.records.witness import WITNESSES_MAX, Known, gap_of
 from history.service.matches import Match, Sight
+from history.service.planning import PLAN_CUTS_MAX, PLAN_RECORDS_MAX, PLAN_STEPS_MAX, Cuts, log_plan, plan_step
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     Frontier,
@@ -92,6 +94,8 @@ def checked(asked: PollRequest, attributes: UAttributes, *, bytes_max: int = POL
         if not SECONDS_MIN <= seconds <= SECONDS_MAX or not 0 <= nanos <= NANOS_MAX:
             what = f"after_time is a time of the years 1 to 9999 with 0 to {NANOS_MAX} nanos"
             raise invalid(f"{what}, got {seconds} s and {nanos} ns")
+    if asked.plan_records and (asked.follower or asked.frontiers or asked.frontiers_page):
+        raise invalid("expected a poll with `plan_records` without follower and frontiers: it brings a plan alone")
     if asked.follower and asked.topics:
         raise invalid("a poll names topics, or a follower that named them before, not both")
     if len(asked.frontiers_page) not in (0, FRONTIERS_PAGE.size):
@@ -234,18 +238,34 @@ class Poll:
 
     async def read(self) -> bool:
         """Read on in each log, with its share of the reply, as far as the reply and some steps allow. Returns whether
-        there is something to answer: records, gaps, or more records that were not read."""
-        complete, until = self._has_capacity, self.request.until
+        there is something to answer: records, a plan, gaps, or more records that were not read."""
+        until = self.request.until
+        ends = {log: min(log.newest_seq, until.get(log.incarnation, log.newest_seq)) for log in self.positions}
+        pending = {log: end for log, end in ends.items() if self._has_capacity and self.positions[log] < end}
+        for log in pending:
+            if self.matches[log].examined < log.newest_stream_id:  # streams that have records up to its end
+                await self.matches[log].complete()
+        read = self._read_plan if self.request.asked.plan_records else self._read_records
+        complete = await read(pending) and self._has_capacity
+        response = self.response
+        is_done = bool(response.batches or response.plan or response.gaps or not complete)
+        self.response.more = is_done and any(
+            seq < min(log.newest_seq, until.get(log.incarnation, log.newest_seq)) for log, seq in self.positions.items()
+        )
+        del self.response.next[:]
+        self.response.next.extend(await self.read_up_to())
+        if not self.request.positions:
+            self.response.made.CopyFrom(uuids.new())
+        return is_done
+
+    async def _read_records(self, ends: Mapping[Log, int]) -> bool:
+        """Returns whether each log was read up to its end."""
+        complete = True
         thin = self.follower.thinning() if self.follower is not None else None
         records, bytes = self.request.records_max, self.request.bytes_max
-        ends = {log: min(log.newest_seq, until.get(log.incarnation, log.newest_seq)) for log in self.positions}
-        pending = [log for log, end in ends.items() if self._has_capacity and self.positions[log] < end]
-        for left, log in zip(range(len(pending), 0, -1), pending, strict=True):
+        for left, (log, end) in zip(range(len(ends), 0, -1), ends.items(), strict=True):
             batch = RecordBatch(incarnation=log.incarnation)
             share_records, share_bytes = max(1, records // left), max(1, bytes // left)
-            match, end = self.matches[log], ends[log]
-            if match.examined < log.newest_stream_id:  # streams that have records up to `end`
-                await match.complete()
             for _ in range(POLL_STEPS_MAX):
                 seq = self.positions[log]
                 if seq >= end:
@@ -254,14 +274,11 @@ class Poll:
                     seq,
                     max_records=share_records,
                     max_bytes=share_bytes,
-                    streams=match.ids,
+                    streams=self.matches[log].ids,
                     until=end,
                     strict=bool(batch.seq),  # a reply has at least one record, whatever its size
                 )
-                self.positions[log] = min(max(found.covered, seq), end)
-                if seq < found.floor_seq and await match.has_passed(found.floor_seq, seq):
-                    self.response.gaps.append(gap_of(Gap.REASON_RETENTION, log.incarnation, seq, found.floor_seq + 1))
-                self.response.gaps.extend(gap_of(Gap.REASON_CORRUPTION, log.incarnation, *one) for one in found.gaps)
+                await self._passed(log, found, end)
                 for chunk in found.chunks:
                     thinned = chunk if thin is None else await thin(log, chunk)
                     if thinned is not None:
@@ -274,15 +291,32 @@ class Poll:
             if batch.seq:
                 self.response.batches.append(batch)
             complete = complete and self.positions[log] >= end
-        is_done = bool(self.response.batches or self.response.gaps or not complete)
-        self.response.more = is_done and any(
-            seq < min(log.newest_seq, until.get(log.incarnation, log.newest_seq)) for log, seq in self.positions.items()
-        )
-        del self.response.next[:]
-        self.response.next.extend(await self.read_up_to())
-        if not self.request.positions:
-            self.response.made.CopyFrom(uuids.new())
-        return is_done
+        return complete
+
+    async def _read_plan(self, ends: Mapping[Log, int]) -> bool:
+        """Returns whether each log was planned up to its end."""
+        asked, complete = self.request.asked, True
+        records, cuts = asked.max_records or PLAN_RECORDS_MAX, PLAN_CUTS_MAX
+        for left, (log, end) in zip(range(len(ends), 0, -1), ends.items(), strict=True):
+            made = Cuts(asked.plan_records, min(records, max(1, records // left)), max(1, cuts // left))
+            match = self.matches[log]
+            for _ in range(PLAN_STEPS_MAX):
+                if self.positions[log] >= end or not made.left:
+                    break
+                await self._passed(log, await plan_step(log, match, self.positions[log], end, made), end)
+            records, cuts = records - made.records, cuts - len(made.cuts)
+            if made.records:
+                self.response.plan.append(await log_plan(log, match, made, witnesses_at))
+            complete = complete and self.positions[log] >= end
+        return complete
+
+    async def _passed(self, log: Log, found: Scan, end: int) -> None:
+        """Note how far a step of reading came, and what it could not read."""
+        seq = self.positions[log]
+        self.positions[log] = min(max(found.covered, seq), end)
+        if seq < found.floor_seq and await self.matches[log].has_passed(found.floor_seq, seq):
+            self.response.gaps.append(gap_of(Gap.REASON_RETENTION, log.incarnation, seq, found.floor_seq + 1))
+        self.response.gaps.extend(gap_of(Gap.REASON_CORRUPTION, log.incarnation, *one) for one in found.gaps)
 
     # -- frontiers
 
