@@ -1,6 +1,6 @@
 """Records to rows: UMessages in, one Arrow batch out. Pure. No content of a message raises an exception.
 
-UMessage bytes --route cache--> authority, topic, format --payload reader--> path, ts, value_* --> pyarrow.RecordBatch
+UMessage bytes --kind cache--> authority, topic, ... --payloads.READERS--> path, ts, value_* --> pyarrow.RecordBatch
                     |
                     +-- all attributes but the id are the same bytes for every message of a topic, so they are parsed
                         once; messages with another layout are parsed by protobuf
@@ -8,24 +8,23 @@ UMessage bytes --route cache--> authority, topic, format --payload reader--> pat
 
 from __future__ import annotations
 
-import json
-import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any as Anything
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
-from google.protobuf import wrappers_pb2
-from google.protobuf.any_pb2 import Any
-from google.protobuf.message import DecodeError, Message
-from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.message import DecodeError
 
+from spark_ingest.payloads import HEADS_CACHED_MAX, LONG_MAX, MOMENTS_CACHED_MAX, NO_TIME, READERS, UNREADABLE, Values
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Epoch, Sample
-from uprotocol.v1.uattributes_pb2 import UAttributes, UPayloadFormat
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Epoch, RecordBatch
+from uprotocol.encoded import is_shared
+from uprotocol.status import invalid
+from uprotocol.v1.uattributes_pb2 import UAttributes, UPayloadFormat, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 
 COLUMNS: Final = (
@@ -42,6 +41,17 @@ COLUMNS: Final = (
     ("payload_format", "string"),
     ("epoch", "struct<group:string,time:array<bigint>>"),
     ("epoch_incomplete", "string"),
+    ("incarnation", "string"),
+    ("append_time", "timestamp"),
+    ("ts_source", "string"),
+    ("value_long", "bigint"),
+    ("priority", "string"),
+    ("ttl_ms", "bigint"),
+    ("traceparent", "string"),
+    ("permission_level", "int"),
+    ("sink", "string"),
+    ("prev_seq", "bigint"),
+    ("origin", "struct<incarnation:string,seq:bigint>"),
 )
 """Name and Spark type of each column, in order. All but `seq` may be null."""
 
@@ -52,23 +62,59 @@ _ARROW: Final[dict[str, pa.DataType]] = {
     "timestamp": pa.timestamp("us", tz="UTC"),
     "double": pa.float64(),
     "boolean": pa.bool_(),
+    "int": pa.int32(),
     "long": pa.int64(),
+    "bigint": pa.int64(),
     "binary": pa.binary(),
     "struct<group:string,time:array<bigint>>": pa.struct([("group", pa.string()), ("time", pa.list_(pa.int64()))]),
+    "struct<incarnation:string,seq:bigint>": pa.struct([("incarnation", pa.string()), ("seq", pa.int64())]),
 }
 SCHEMA: Final = pa.schema([(name, _ARROW[type]) for name, type in COLUMNS])
 
 # topics of a fleet, some 0.3 KB each; with more topics the cache is cleared again and again, which doubles the cost
 ROUTES_CACHED_MAX: Final = 65_536
 TIME_MS_MAX: Final = 253_402_300_799_999  # end of the year 9999, beyond which neither protobuf nor Spark has dates
-MOMENTS_CACHED_MAX: Final = 1_024  # times of samples; samples of one time follow each other
-_SECONDS_MIN, _SECONDS_MAX = -62_135_596_800, 253_402_300_799  # what google.protobuf.Timestamp allows: years 1 to 9999
 
+# first bytes of a message with the usual layout -> end of its attributes
+_ENDS: Final = {bytes((0x0A, size, 0x0A, 0x12, 0x09)): size + 2 for size in range(20, 0x80)}
 _ID_BYTES: Final = 17  # of an encoded id: msb, the tag of lsb, lsb; both little-endian
 _FORMAT_PREFIX: Final = len("UPAYLOAD_FORMAT_")
-_NO_TIME: Final = np.iinfo(np.int64).min
+_PRIORITY_PREFIX: Final = len("UPRIORITY_")
+_INT_MAX: Final = np.iinfo(np.int32).max
 
-SampleValue = float | str | bool | None
+_TS_SOURCES: Final = pa.array(["sample", "id", "append", "bounded"])
+_SAMPLE, _ID, _APPEND, _BOUNDED = range(len(_TS_SOURCES))
+
+T = TypeVar("T")
+
+
+class RecordColumns(NamedTuple):
+    """Records of one log: a column of them is as long as `seq`, or empty if it has a default."""
+
+    seq: Sequence[int]
+    time_ms: Sequence[int]  # when it was appended, Unix ms
+    message: Sequence[bytes]  # UMessage
+    prev_seq: Sequence[int] = ()
+    epochs: Sequence[Epoch] = ()  # each once
+    epoch: Sequence[int] = ()  # which of `epochs`, counted from 1; 0: none
+    origin_incarnation: Sequence[bytes] = ()  # each once
+    origin: Sequence[int] = ()  # which of `origin_incarnation`, counted from 1; 0: it was appended here first
+    origin_seq: Sequence[int] = ()
+    incomplete: Sequence[str | None] = ()  # why its epoch is not whole
+
+    @classmethod
+    def of(cls, batch: RecordBatch) -> RecordColumns:
+        return cls(**{name: getattr(batch, name) for name in cls._fields if name != "incomplete"})
+
+    def take(self, indices: Sequence[int]) -> RecordColumns:
+        """The records at `indices`, in that order."""
+        count = len(self.seq)
+        taken = {
+            name: [column[index] for index in indices] if len(column) == count else ()
+            for name, column in self._asdict().items()
+            if name not in ("epochs", "origin_incarnation")
+        }
+        return self._replace(**taken)
 
 
 class Decoded(NamedTuple):
@@ -82,172 +128,187 @@ class _MessageKind(NamedTuple):
     """What all messages with the same attributes have in common. `read` is None if the format has no value."""
 
     number: int
-    authority: str | None
-    topic: str | None
-    format: str | None
-    read: Callable[[_Rows, bytes], None] | None
+    read: Callable[[Values, int, bytes], None] | None
+    authority: str | None = None  # from here on as the columns
+    topic: str | None = None
+    sink: str | None = None
+    payload_format: str | None = None
+    priority: str | None = None
+    ttl_ms: int | None = None
+    permission_level: int | None = None
+
+    @classmethod
+    def of(cls, number: int, attributes: UAttributes) -> _MessageKind:
+        format, priority, level = attributes.payload_format, attributes.priority, attributes.permission_level
+        is_known = format in UPayloadFormat.values()
+        has_source, has_level = attributes.HasField("source"), attributes.HasField("permission_level")
+        return cls(
+            number,
+            READERS.get(format),
+            attributes.source.authority_name if has_source else None,
+            uris.format(attributes.source) if has_source else None,
+            uris.format(attributes.sink) if attributes.HasField("sink") else None,
+            UPayloadFormat.Name(format)[_FORMAT_PREFIX:] if is_known else str(int(format)),
+            UPriority.Name(priority)[_PRIORITY_PREFIX:] if priority and priority in UPriority.values() else None,
+            attributes.ttl if attributes.HasField("ttl") else None,
+            level if has_level and level <= _INT_MAX else None,
+        )
+
+
+_UNREADABLE_KIND: Final = _MessageKind(0, None)  # its payload is the whole message
+_OF_PAYLOAD: Final = {"path", "ts", "ts_source", "value_double", "value_string", "value_bool", "value_long"}
 
 
 class Decoder:
-    """Caches topics over batches. Not thread-safe."""
+    """Caches topics over batches. Not thread-safe.
 
-    def __init__(self) -> None:
-        self._routes: dict[bytes, _MessageKind] = {}
-        self._known: list[_MessageKind] = []
-        self._heads: Cache[bytes, str] = Cache(ROUTES_CACHED_MAX)
+    `columns`: the columns of the batches, names of COLUMNS, in this order; None: all. What they do not need is neither
+    parsed nor counted as malformed. `max_clock_ahead_ms`: `ts` is at most this much later than the append time; None:
+    no limit.
+
+    Raises UStatusError(INVALID_ARGUMENT) for an unknown column and for no column at all.
+    """
+
+    def __init__(self, columns: Sequence[str] | None = None, max_clock_ahead_ms: int | None = None) -> None:
+        assert max_clock_ahead_ms is None or max_clock_ahead_ms >= 0, f"expected 0 or more, got {max_clock_ahead_ms}"
+        names = SCHEMA.names if columns is None else list(columns)
+        if not names or set(names) - set(SCHEMA.names):
+            raise invalid(f"expected one or more of the columns {', '.join(SCHEMA.names)}; got {names}")
+        self.schema = pa.schema([SCHEMA.field(name) for name in names])
+        self._max_ahead_ms = None if max_clock_ahead_ms is None else min(max_clock_ahead_ms, TIME_MS_MAX)
+        self._has_payload, self._is_read = "payload" in names, not _OF_PAYLOAD.isdisjoint(names)
+        self._kinds: dict[bytes, _MessageKind] = {}
+        self._known = [_UNREADABLE_KIND]
+        self._heads: Cache[bytes, str] = Cache(HEADS_CACHED_MAX)
         self._moments: Cache[bytes, int] = Cache(MOMENTS_CACHED_MAX)
 
-    def decode(
-        self,
-        seqs: Sequence[int],
-        times_ms: Sequence[int],
-        messages: Sequence[bytes],
-        epochs: Sequence[Epoch] = (),
-        epoch: Sequence[int] = (),
-        incomplete: Sequence[str | None] = (),
-    ) -> Decoded:
-        """One row for each of `messages` (UMessage bytes), in order; `times_ms`: when each was appended, Unix ms.
-        `epochs`, `epoch`: as in RecordBatch; null if they are inconsistent. `incomplete`: the reason why the epoch of
-        each is not whole; may be empty.
+    def decode(self, records: RecordColumns, incarnation: str) -> Decoded:
+        """One row for each of `records`, in order; `incarnation`: of their log, in hex.
 
-        `ts` is the sample's own time, else the creation time in the message's id, else the append time.
+        Null is what `records` lack: `prev_seq`, `epoch` and `origin` also if their columns do not fit together.
         """
         if len(self._known) > ROUTES_CACHED_MAX:
-            self._routes.clear()
-            self._known.clear()
-        rows = _Rows(self._heads, self._moments)
-        ids = bytearray()
-        routes: list[int] = []
-        payloads: list[bytes | None] = []
-        known_routes, parse, add_route, add_payload = self._routes, self._parse, routes.append, payloads.append
-        for data in messages:
-            # fast path for the usual layout:  0A len ( 0A 12 09 msb 11 lsb  rest )  12 len payload
-            route: _MessageKind | None = None
-            payload: bytes | None
-            if (
-                data[2:5] == b"\x0a\x12\x09"
-                and data[0] == 0x0A
-                and 20 <= (end := data[1]) < 0x80
-                and data[13:14] == b"\x11"
-            ):
-                end += 2
-                route = known_routes.get(data[22:end])
-                if route is not None and (start := _payload_start(data, end)):
-                    id, payload = data[5:22], data[start:]
-                else:
-                    route = None
-            if route is None:
-                route, id, payload = parse(data, rows)
-            add_route(route.number)
-            ids += id
-            add_payload(payload)
-            if route.read is None or payload is None:
-                rows.add(None, None, _NO_TIME)
-                continue
-            try:
-                route.read(rows, payload)
-            except (DecodeError, ValueError, RecursionError, OverflowError):
-                rows.malformed["payload"] += 1  # a reader adds its row last, so it has added none
-                rows.add(None, None, _NO_TIME)
-        epoch_column = _epochs(len(messages), epochs, epoch)
-        whys = pa.array(incomplete, pa.string()) if incomplete else pa.nulls(len(messages), pa.string())
-        return Decoded(self._batch(rows, ids, routes, payloads, seqs, times_ms, epoch_column, whys), rows.malformed)
+            self._kinds.clear()
+            del self._known[1:]
+        values = Values(len(records.message), self._heads, self._moments)
+        rows = _Rows(records, incarnation, self._known, self._max_ahead_ms, values)
+        self._fill(rows)
+        made = [_BUILDERS[name](rows) for name in self.schema.names]
+        return Decoded(pa.RecordBatch.from_arrays(made, schema=self.schema), values.malformed)
 
-    def _parse(self, data: bytes, rows: _Rows) -> tuple[_MessageKind, bytes, bytes | None]:
+    def _fill(self, rows: _Rows) -> None:
+        known_kinds, parse, add_kind, ids = self._kinds, self._parse, rows.kinds.append, rows.ids
+        has_payload, is_read, values = self._has_payload, self._is_read, rows.values
+        for row, data in enumerate(rows.records.message):
+            # fast path for the usual layout:  0A len ( 0A 12 09 msb 11 lsb  rest )  12 len payload
+            payload: bytes | None
+            end = _ENDS.get(data[:5], 0)
+            kind = known_kinds.get(data[22:end]) if end and data[13:14] == b"\x11" else None
+            if kind is not None and (start := _payload_start(data, end)):
+                id, payload = data[5:22], data[start:] if has_payload or (is_read and kind.read) else None
+            else:
+                kind, id, payload = parse(rows, row, data)
+            add_kind(kind.number)
+            ids += id
+            if has_payload:
+                rows.payloads.append(payload)
+            if is_read and kind.read is not None and payload is not None:
+                try:
+                    kind.read(values, row, payload)
+                except UNREADABLE:
+                    values.malformed["payload"] += 1  # a reader writes last, so it has written nothing
+
+    def _parse(self, rows: _Rows, row: int, data: bytes) -> tuple[_MessageKind, bytes, bytes | None]:
         try:
             message = UMessage.FromString(data)
         except DecodeError:
-            rows.malformed["message"] += 1
-            # a row with the bytes as its payload, without a topic; no attributes consist of this byte
-            return self._route(b"\xff", None), bytes(_ID_BYTES), data
+            rows.values.malformed["message"] += 1
+            return _UNREADABLE_KIND, bytes(_ID_BYTES), data
         attributes = message.attributes
         id = attributes.id.msb.to_bytes(8, "little") + b"\x11" + attributes.id.lsb.to_bytes(8, "little")
+        if attributes.HasField("traceparent"):
+            rows.traceparents[row] = attributes.traceparent
         attributes.ClearField("id")
-        payload = message.payload if message.HasField("payload") else None
-        return self._route(attributes.SerializeToString(), attributes), id, payload
-
-    def _route(self, key: bytes, attributes: UAttributes | None) -> _MessageKind:
-        found = self._routes.get(key)
-        if found is None:
-            authority = topic = name = read = None
-            if attributes is not None:
-                format = attributes.payload_format
-                is_known = format in UPayloadFormat.values()
-                name = UPayloadFormat.Name(format)[_FORMAT_PREFIX:] if is_known else str(int(format))
-                read = _READERS.get(format)
-                if attributes.HasField("source"):
-                    authority, topic = attributes.source.authority_name, uris.format(attributes.source)
-            found = self._routes[key] = _MessageKind(len(self._known), authority, topic, name, read)
-            self._known.append(found)
-        return found
-
-    def _batch(
-        self,
-        rows: _Rows,
-        ids: bytearray,
-        routes: list[int],
-        payloads: list[bytes | None],
-        seqs: Sequence[int],
-        times_ms: Sequence[int],
-        epochs: pa.Array,
-        incomplete: pa.Array,
-    ) -> pa.RecordBatch:
-        wire = np.frombuffer(ids, dtype=np.uint8).reshape(-1, _ID_BYTES)
-        halves = np.delete(wire, 8, axis=1).view("<u8")
-        route_numbers = pa.array(np.asarray(routes, dtype=np.int32))
-        of_route = {
-            name: pa.array([getattr(route, name) for route in self._known], pa.string()).take(route_numbers)
-            for name in ("authority", "topic", "format")
-        }
-        columns = {
-            "authority": of_route["authority"],
-            "topic": of_route["topic"],
-            "path": pa.array(rows.paths, pa.string()),
-            "ts": _times(rows.micros, halves, times_ms),
-            "value_double": pa.array(rows.doubles, pa.float64()),
-            "value_string": pa.array(rows.strings, pa.string()),
-            "value_bool": pa.array(rows.bools, pa.bool_()),
-            "seq": pa.array(seqs, pa.int64()),
-            "message_id": _texts(halves),
-            "payload": pa.array(payloads, pa.binary()),
-            "payload_format": of_route["format"],
-            "epoch": epochs,
-            "epoch_incomplete": incomplete,
-        }
-        return pa.RecordBatch.from_arrays(list(columns.values()), schema=SCHEMA)
+        if not is_shared(attributes):  # what differs in each message would fill the cache with kinds of one message
+            for name in ("traceparent", "token", "reqid"):
+                attributes.ClearField(name)
+            attributes.DiscardUnknownFields()
+        key = attributes.SerializeToString()
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = _MessageKind.of(len(self._known), attributes)
+            self._known.append(kind)
+        return kind, id, message.payload if message.HasField("payload") else None
 
 
 class _Rows:
-    """The columns that payloads fill, one entry per record.
+    """A batch that is being made: its records, and what their messages contain."""
 
-    `heads` and `moments` cache encoded paths and times of samples: a signal has one path, and all signals of a moment
-    have one time.
-    """
+    def __init__(
+        self,
+        records: RecordColumns,
+        incarnation: str,
+        known: Sequence[_MessageKind],
+        max_ahead_ms: int | None,
+        values: Values,
+    ) -> None:
+        self.records, self.incarnation, self.known, self.max_ahead_ms = records, incarnation, known, max_ahead_ms
+        self.values, self.count = values, len(records.message)
+        times_ms = np.minimum(np.asarray(records.time_ms, dtype=np.uint64), TIME_MS_MAX)
+        self.appended = times_ms.astype(np.int64)  # Unix ms
+        self.kinds: list[int] = []  # places in `known`
+        self.ids = bytearray()
+        self.payloads: list[bytes | None] = []
+        self.traceparents: dict[int, str] = {}  # by row
 
-    __slots__ = ("bools", "doubles", "heads", "malformed", "micros", "moments", "paths", "strings")
+    @cached_property
+    def halves(self) -> np.ndarray[Anything, Anything]:
+        """The ids: msb and lsb."""
+        wire = np.frombuffer(self.ids, dtype=np.uint8).reshape(-1, _ID_BYTES)
+        return np.delete(wire, 8, axis=1).view("<u8")
 
-    def __init__(self, heads: Cache[bytes, str], moments: Cache[bytes, int]) -> None:
-        self.heads, self.moments = heads, moments
-        self.paths: list[str | None] = []
-        self.micros: list[int] = []
-        self.doubles: list[float | None] = []
-        self.strings: list[str | None] = []
-        self.bools: list[bool | None] = []
-        self.malformed: Counter[str] = Counter()
+    @cached_property
+    def used(self) -> tuple[list[_MessageKind], pa.Array]:
+        """The kinds of this batch, and which one each row has."""
+        numbers = pa.array(np.asarray(self.kinds, dtype=np.int32)).dictionary_encode()
+        return [self.known[number] for number in numbers.dictionary.to_pylist()], numbers.indices
 
-    def add(self, path: str | None, value: SampleValue, micros: int) -> None:
-        self.paths.append(path)
-        self.micros.append(micros)
-        self.doubles.append(value if type(value) is float else None)
-        self.strings.append(value if type(value) is str else None)
-        self.bools.append(value if type(value) is bool else None)
+    @cached_property
+    def times(self) -> tuple[np.ndarray[Anything, Anything], np.ndarray[Anything, Anything]]:
+        """Unix microseconds, and which of _TS_SOURCES each is from."""
+        micros = np.asarray(self.values.micros, dtype=np.int64)
+        source = np.full(self.count, _SAMPLE, dtype=np.int8)
+        without = micros == NO_TIME
+        if without.any():
+            created = (self.halves[:, 0] >> np.uint64(16)).astype(np.int64)
+            has_created = (created > 0) & (created <= TIME_MS_MAX)
+            micros = np.where(without, np.where(has_created, created, self.appended) * 1_000, micros)
+            source = np.where(without, np.where(has_created, _ID, _APPEND), source)
+        if self.max_ahead_ms is not None:
+            latest = np.minimum(self.appended + self.max_ahead_ms, TIME_MS_MAX) * 1_000
+            source = np.where(micros > latest, _BOUNDED, source)
+            micros = np.minimum(micros, latest)
+        return micros, source
 
-    def remember(self, path: str, time: bytes, micros: int) -> None:
-        """Cache the path and the time, if the length of the path takes one byte."""
-        head = path.encode()
-        if len(head) <= 0x7F:
-            self.heads[bytes((0x0A, len(head))) + head] = path
-            self.moments[bytes((0x12, len(time))) + time] = micros
+
+def _of_kind(name: str) -> Callable[[_Rows], pa.Array]:
+    def build(rows: _Rows) -> pa.Array:
+        used, numbers = rows.used
+        return pa.array([getattr(kind, name) for kind in used], SCHEMA.field(name).type).take(numbers)
+
+    return build
+
+
+def _rare(values: Mapping[int, Anything], rows: int, type: pa.DataType) -> pa.Array:
+    return pa.array(list(map(values.get, range(rows))), type) if values else pa.nulls(rows, type)
+
+
+def _longs(values: Sequence[int], rows: int) -> pa.Array:
+    """Null are numbers of more than 63 bits, and all if there is not one for each row."""
+    if len(values) != rows:
+        return pa.nulls(rows, pa.int64())
+    unsigned = np.asarray(values, dtype=np.uint64)
+    return pa.array(unsigned.astype(np.int64), mask=unsigned > LONG_MAX)
 
 
 def _payload_start(data: bytes, end: int) -> int:
@@ -262,112 +323,27 @@ def _payload_start(data: bytes, end: int) -> int:
     return end + 3 if high < 0x80 and left == (size & 0x7F) + (high << 7) + 3 else 0
 
 
-def _epochs(rows: int, epochs: Sequence[Epoch], numbers: Sequence[int]) -> pa.Array:
-    type = SCHEMA.field("epoch").type
-    if len(numbers) != rows or max(numbers, default=0) > len(epochs):
+def _choices(numbers: Sequence[int], choices: Sequence[Anything], rows: int, type: pa.DataType) -> pa.Array:
+    """The one of `choices` that each number means, counted from 1, null for 0; all null if that is inconsistent."""
+    places = np.asarray(numbers, dtype=np.int64)
+    if len(places) != rows or places.max(initial=0) > len(choices):
         return pa.nulls(rows, type)
-    known = [None, *({"group": one.group, "time": list(one.time.numbers)} for one in epochs)]
-    return pa.array(known, type).take(pa.array(np.asarray(numbers, dtype=np.int32)))
+    return pa.array([None, *choices], type).take(pa.array(places))
 
 
-_double: Final = struct.Struct("<d").unpack_from
+def _epochs(rows: _Rows) -> pa.Array:
+    records = rows.records
+    known = [{"group": one.group, "time": list(one.time.numbers)} for one in records.epochs]
+    return _choices(records.epoch, known, rows.count, SCHEMA.field("epoch").type)
 
 
-def _add_sample(rows: _Rows, payload: bytes) -> None:
-    """Protobuf payloads do not name their type: one that parses as a Sample with a path and a value is a Sample."""
-    size = len(payload)
-    if size > 13:  # 0A len path  12 len time  19 double: not parsed if path and time are cached
-        end = 2 + payload[1]
-        path = rows.heads.get(payload[:end])
-        if path is not None and size > end + 10:
-            value_at = end + 2 + payload[end + 1]
-            known = rows.moments.get(payload[end:value_at])
-            if known is not None and size == value_at + 9 and payload[value_at] == 0x19:
-                rows.paths.append(path)
-                rows.micros.append(known)
-                rows.doubles.append(_double(payload, value_at + 1)[0])
-                rows.strings.append(None)
-                rows.bools.append(None)
-                return
-    _add_parsed_sample(rows, payload)
-
-
-def _add_parsed_sample(rows: _Rows, payload: bytes) -> None:
-    sample = Sample.FromString(payload)
-    kind = sample.WhichOneof("value")
-    path = sample.path
-    if kind is None or not path:
-        rows.add(None, None, _NO_TIME)
-        return
-    micros = _NO_TIME
-    if sample.HasField("time"):
-        time = sample.time
-        seconds, nanos = time.seconds, time.nanos
-        if _SECONDS_MIN <= seconds <= _SECONDS_MAX and 0 <= nanos < 1_000_000_000:
-            micros = seconds * 1_000_000 + nanos // 1_000
-            rows.remember(path, time.SerializeToString(), micros)
-        else:
-            rows.malformed["time"] += 1
-    rows.add(path, getattr(sample, kind), micros)
-
-
-_OTHERS: Final = {"BoolValue": bool, "StringValue": str, "BytesValue": None}  # the other wrappers have a number
-_WRAPPERS: Final[dict[str, tuple[type[Message], type]]] = {
-    kind.full_name: (GetMessageClass(kind), convert)
-    for name, kind in wrappers_pb2.DESCRIPTOR.message_types_by_name.items()
-    if (convert := _OTHERS.get(name, float)) is not None
-}
-_SAMPLE_TYPE: Final = Sample.DESCRIPTOR.full_name
-
-
-def _add_any(rows: _Rows, payload: bytes) -> None:
-    wrapped = Any.FromString(payload)
-    type_name = wrapped.type_url.rpartition("/")[2]
-    if type_name == _SAMPLE_TYPE:
-        _add_sample(rows, wrapped.value)
-        return
-    wrapper = _WRAPPERS.get(type_name)
-    if wrapper is None:
-        rows.add(None, None, _NO_TIME)
-        return
-    message, convert = wrapper
-    rows.add(None, convert(message.FromString(wrapped.value).value), _NO_TIME)  # type: ignore[attr-defined]  # every wrapper has one
-
-
-def _add_text(rows: _Rows, payload: bytes) -> None:
-    rows.add(None, payload.decode(), _NO_TIME)
-
-
-def _no_constant(name: str) -> Anything:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _add_json(rows: _Rows, payload: bytes) -> None:
-    """Scalars only: an object or a list has no single value and is not parsed."""
-    text = payload.decode()
-    if text.lstrip()[:1] in ("{", "["):
-        rows.add(None, None, _NO_TIME)
-        return
-    value = json.loads(text, parse_constant=_no_constant, parse_int=float)
-    if type(value) is str:
-        value.encode()  # raises on half a surrogate pair, which JSON allows and a column does not
-    rows.add(None, value, _NO_TIME)
-
-
-_READERS: Final[dict[int, Callable[[_Rows, bytes], None]]] = {
-    UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF: _add_sample,
-    UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY: _add_any,
-    UPayloadFormat.UPAYLOAD_FORMAT_TEXT: _add_text,
-    UPayloadFormat.UPAYLOAD_FORMAT_JSON: _add_json,
-}
-
-
-def _times(micros: list[int], halves: np.ndarray[Anything, Anything], times_ms: Sequence[int]) -> pa.Array:
-    own = np.asarray(micros, dtype=np.int64)
-    created = (halves[:, 0] >> np.uint64(16)).astype(np.int64)
-    appended = np.minimum(np.asarray(times_ms, dtype=np.uint64), TIME_MS_MAX).astype(np.int64)
-    fallback = np.where((created > 0) & (created <= TIME_MS_MAX), created, appended) * 1_000
-    return pa.array(np.where(own == _NO_TIME, fallback, own)).cast(_ARROW["timestamp"])
+def _origins(rows: _Rows) -> pa.Array:
+    records, type = rows.records, SCHEMA.field("origin").type
+    names = [incarnation.hex() for incarnation in records.origin_incarnation]
+    logs, seqs = _choices(records.origin, names, rows.count, pa.string()), _longs(records.origin_seq, rows.count)
+    return pa.StructArray.from_arrays(
+        [logs, seqs], fields=list(type), mask=pa.compute.or_(logs.is_null(), seqs.is_null())
+    )
 
 
 _HEX: Final = np.frombuffer(b"".join(b"%02x" % byte for byte in range(256)), dtype="<u2")
@@ -386,3 +362,26 @@ def _texts(halves: np.ndarray[Anything, Anything]) -> pa.Array:
     made = pa.StringArray.from_buffers(count, pa.py_buffer(offsets), pa.py_buffer(text))
     missing = ~halves.any(axis=1)
     return pa.compute.if_else(pa.array(missing), pa.scalar(None, pa.string()), made) if missing.any() else made
+
+
+_BUILDERS: Final[dict[str, Callable[[_Rows], pa.Array]]] = {
+    **{name: _of_kind(name) for name in _MessageKind._fields if name in SCHEMA.names},
+    "path": lambda rows: pa.array(rows.values.paths, pa.string()),
+    "ts": lambda rows: pa.array(rows.times[0]).cast(_ARROW["timestamp"]),
+    "value_double": lambda rows: pa.array(rows.values.doubles, pa.float64()),
+    "value_string": lambda rows: _rare(rows.values.strings, rows.count, pa.string()),
+    "value_bool": lambda rows: _rare(rows.values.bools, rows.count, pa.bool_()),
+    "seq": lambda rows: _longs(rows.records.seq, rows.count),
+    "message_id": lambda rows: _texts(rows.halves),
+    "payload": lambda rows: pa.array(rows.payloads, pa.binary()),
+    "epoch": _epochs,
+    "epoch_incomplete": lambda rows: pa.array(rows.records.incomplete or [None] * rows.count, pa.string()),
+    "incarnation": lambda rows: pa.repeat(rows.incarnation, rows.count),
+    "append_time": lambda rows: pa.array(rows.appended * 1_000).cast(_ARROW["timestamp"]),
+    "ts_source": lambda rows: _TS_SOURCES.take(pa.array(rows.times[1])),
+    "value_long": lambda rows: _rare(rows.values.longs, rows.count, pa.int64()),
+    "traceparent": lambda rows: _rare(rows.traceparents, rows.count, pa.string()),
+    "prev_seq": lambda rows: _longs(rows.records.prev_seq, rows.count),
+    "origin": _origins,
+}
+assert _BUILDERS.keys() == set(SCHEMA.names)

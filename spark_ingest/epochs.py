@@ -28,9 +28,10 @@ from history.epochs.assembling import (
 )
 from history.epochs.frontier import NOTHING, Antichain, Time, is_covered, maximal, minimal, not_passed, raised
 from history.epochs.merging import GROUPS_MAX, LOGS_MAX, REST, is_replaced, passed_unread, times_of
+from spark_ingest.decode import RecordColumns
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, Epoch, Frontier, GroupFrontier, RecordBatch
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, Frontier, GroupFrontier, RecordBatch
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -42,7 +43,6 @@ TOO_MANY: Final = "too many epochs wait for a log of their gateway"
 
 EpochGroupKey = tuple[str, int, str]  # the keeper's authority and uEntity, and the name of the group
 Seqs = Mapping[str, int]  # by the log that is read
-DecodeInput = tuple[Sequence[int], Sequence[int], Sequence[bytes], Sequence[Epoch], Sequence[int], Sequence[str | None]]
 
 
 class FrontierRecord(NamedTuple):
@@ -463,8 +463,8 @@ class Choice:
                 known.filter, known.rest = gate.filter, gate.rest
                 known.incomplete, known.length = gate.incomplete, gate.length
 
-    def of(self, batch: RecordBatch) -> DecodeInput:
-        """Returns the arguments of `Decoder.decode`."""
+    def of(self, batch: RecordBatch) -> RecordColumns:
+        """Returns the chosen records, and why their epochs are not whole."""
         read, names = batch.incarnation.hex(), [name.hex() for name in batch.origin_incarnation]
         origins = batch.origin or [0] * len(batch.seq)
         epochs = [None, *((one.group, _time(one.time.numbers)) for one in batch.epochs)]
@@ -483,11 +483,10 @@ class Choice:
                 why = UNREPORTED if known is None else known.why(epoch[1])
             indices.append(index)
             whys.append(why)
-        columns: list[Any] = [batch.seq, batch.time_ms, batch.message, batch.epochs, batch.epoch]
+        records = RecordColumns.of(batch)
         if len(indices) < len(batch.seq):
-            for number in (0, 1, 2, 4):
-                columns[number] = [columns[number][index] for index in indices] if columns[number] else ()
-        return (*columns, whys)
+            records = records.take(indices)
+        return records._replace(incomplete=whys)
 
     def _has(self, known: _GroupInLog | None, time: Time, seq: int) -> bool:
         if known is None:

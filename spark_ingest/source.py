@@ -24,7 +24,7 @@ from pyspark.sql.types import StructType
 
 from spark_ingest import epochs, offsets
 from spark_ingest.client import History, Options
-from spark_ingest.decode import DDL, Decoder
+from spark_ingest.decode import DDL, Decoder, RecordColumns
 from spark_ingest.epochs import BatchFrontiers, Choice, FrontierRecord, Gates
 from spark_ingest.offsets import LogLoss, Offset, Offsets, Range
 from uprotocol import uri as uris
@@ -85,11 +85,8 @@ class _SourceReader:
         decoder, malformed = Decoder(), Counter[str]()
         with closing(History(self._options)) as history:
             for records in history.read(partition.range, self._on_loss):
-                if partition.choice is None:
-                    columns = (records.seq, records.time_ms, records.message, records.epochs, records.epoch)
-                    decoded = decoder.decode(*columns)
-                else:
-                    decoded = decoder.decode(*partition.choice.of(records))
+                columns = partition.choice.of(records) if partition.choice else RecordColumns.of(records)
+                decoded = decoder.decode(columns, records.incarnation.hex())
                 malformed += decoded.malformed
                 if decoded.batch.num_rows:
                     yield decoded.batch

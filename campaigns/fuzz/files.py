@@ -23,7 +23,7 @@ from history.file import rows
 from history.log.log import Log
 from history.records import chunk as chunks
 from spark_ingest import offsets
-from spark_ingest.decode import Decoder
+from spark_ingest.decode import Decoder, RecordColumns
 from storage import disk as disks
 from streamer import config
 from streamer.config import AdminSection
@@ -241,10 +241,10 @@ def spark_records(data: bytes) -> None:
             )  # type: ignore[arg-type]
             records.append(message.SerializeToString())
     decoder = Decoder()
-    seqs, times = list(range(len(records))), [1_800_000_000_000] * len(records)
-    first = decoder.decode(seqs, times, records)
+    columns = RecordColumns(range(len(records)), [1_800_000_000_000] * len(records), records)
+    first = decoder.decode(columns, "")
     assert first.batch.num_rows == len(records)
-    again = decoder.decode(seqs, times, records)
+    again = decoder.decode(columns, "")
     assert str(first.batch.to_pylist()) == str(again.batch.to_pylist()), "what was seen before reads otherwise"
     first.batch.validate(full=True)
 
@@ -260,8 +260,8 @@ def spark_sample(data: bytes) -> None:
         for one in (sample.SerializeToString(), data)
     ]  # type: ignore[arg-type]
     records = [one.SerializeToString() for one in made]
-    both = Decoder().decode([1, 2], [0, 0], records).batch.to_pylist()
-    alone = Decoder().decode([2], [0], records[1:]).batch.to_pylist()
+    both = Decoder().decode(RecordColumns([1, 2], [0, 0], records), "").batch.to_pylist()
+    alone = Decoder().decode(RecordColumns([2], [0], records[1:]), "").batch.to_pylist()
     assert str(both[1]) == str(alone[0])
 
 

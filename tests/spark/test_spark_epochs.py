@@ -260,8 +260,8 @@ def records(read: str, origin: str, *times: int, first: int = 1) -> RecordBatch:
 
 
 def chosen(start: Gates, end: Gates, batch: RecordBatch, seq: int) -> dict[int, str | None]:
-    columns = Choice(start, end, batch.incarnation.hex(), seq).of(batch)
-    return dict(zip(columns[0], columns[5], strict=True))
+    records = Choice(start, end, batch.incarnation.hex(), seq).of(batch)
+    return dict(zip(records.seq, records.incomplete, strict=True))
 
 
 def gates_after(*frontiers: FrontierRecord, gates: Gates | None = None, **what: Any) -> Gates:

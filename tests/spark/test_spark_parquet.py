@@ -8,12 +8,13 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
 from spark_ingest import __main__ as command
 from spark_ingest import parquet, plot
-from spark_ingest.decode import Decoder
+from spark_ingest.decode import SCHEMA, Decoder, RecordColumns
 from streamer.demo import drive
 from uprotocol.status import UStatusError
 
@@ -29,7 +30,7 @@ def write(directory: Path, name: str, seqs: range, authority: str = "vehicle1") 
     """Write a part of a simulated drive as the job does."""
     samples = list(drive.simulate(1, 200).samples(1_700_000_000_000))
     messages = [drive.message(samples[seq]).SerializeToString() for seq in seqs]
-    batch = Decoder().decode(seqs, [1] * len(seqs), messages).batch
+    batch = Decoder().decode(RecordColumns(seqs, [1] * len(seqs), messages), "12ab").batch
     file = directory / f"authority={authority}" / "date=2023-11-14" / name
     file.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_batches([batch]).drop_columns(["authority"]), file)
@@ -57,6 +58,20 @@ def test_nothing_was_committed(tmp_path: Path) -> None:
         parquet.read(tmp_path)
     commit(tmp_path, "0", [])
     assert parquet.read(tmp_path, ["seq"]).num_rows == 0
+
+
+def test_files_with_fewer_columns_have_nulls(tmp_path: Path) -> None:
+    old, new = write(tmp_path, "old.parquet", range(3)), write(tmp_path, "new.parquet", range(3, 6))
+    names = SCHEMA.names[: SCHEMA.names.index("incarnation")]
+    pq.write_table(pq.ParquetFile(old).read().select([name for name in names if name != "authority"]), old)
+    commit(tmp_path, "0", [old, new])
+    table = parquet.read(tmp_path).sort_by("seq")
+    assert table.schema.names == [*SCHEMA.names, "date"]
+    assert table["authority"].to_pylist() == ["vehicle1"] * 6
+    assert table["incarnation"].to_pylist() == [None] * 3 + ["12ab"] * 3
+    assert table["ts_source"].to_pylist() == [None] * 3 + ["sample"] * 3
+    assert table["origin"].null_count == 6
+    assert parquet.read(tmp_path, ["origin"], ds.field("append_time").is_null()).num_rows == 3
 
 
 def test_the_picture(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ import pytest
 
 from spark_ingest import parquet, pipeline
 from spark_ingest.client import History, Options
-from spark_ingest.decode import Decoder
+from spark_ingest.decode import Decoder, RecordColumns
 from spark_ingest.offsets import Offset, Range
 from spark_ingest.source import StreamReader
 from streamer.demo import drive
@@ -542,6 +543,7 @@ def test_rows_equal_the_published_messages_also_after_a_restart(
         None,
     ]
     messages = samples(3_000) + [UMessageBuilder.publish(topic).build_from_upayload(payload) for payload in others]
+    begun_ms = uuids.now_ms()
     host.ask(messages)
     settings = config(host, tmp_path, max_records_per_batch=1_100)
     assert run(spark, settings) == 3_003  # found by its name, nothing was registered
@@ -551,14 +553,17 @@ def test_rows_equal_the_published_messages_also_after_a_restart(
     assert run(spark, settings) == 500
     rows = written(tmp_path)
     assert [row["seq"] for row in rows] == list(range(1, 3_504))
-    decoded = (
-        Decoder()
-        .decode(range(1, 3_504), [0] * 3_503, [message.SerializeToString() for message in messages + more])
-        .batch
-    )
+    prev_seqs, newest = [], Counter[str]()
+    for row in rows:
+        prev_seqs.append(newest[row["topic"]])
+        newest[row["topic"]] = row["seq"]
+    times_ms = [round(row["append_time"].timestamp() * 1_000) for row in rows]
+    encoded = [message.SerializeToString() for message in messages + more]
+    records = RecordColumns(range(1, 3_504), times_ms, encoded, prev_seqs)
     for row in rows:
         assert row.pop("date") == row["ts"].date()
-    assert rows == decoded.to_pylist()
+    assert rows == Decoder().decode(records, host.incarnation).batch.to_pylist()
+    assert begun_ms <= times_ms[0] <= times_ms[-1] <= uuids.now_ms()
     (cursor,) = host.ask()["cursors"].values()
     assert cursor == 3_503
     reader = spark.read.format("uprotocol")
