@@ -397,9 +397,12 @@ class Loading:
     def _name_streams(self, chunk: Chunk) -> None:
         """Find the streams of a chunk whose rows are lost by the addresses in its messages."""
         for id in chunk.stream_set - self._made.streams.keys():
-            attributes = chunk.messages[chunk.streams.index(id)].attributes
+            index = chunk.streams.index(id)
+            attributes = chunk.messages[index].attributes
             address = address_of(attributes.source, attributes.sink if attributes.HasField("sink") else None)
-            self._made.streams[id] = Stream(id, *((address, None) if isinstance(address, bytes) else address))
+            made = Stream(id, *((address, None) if isinstance(address, bytes) else address))
+            made.first_seq = chunk.prev_seqs[index]  # it had that one at least, though that is not there any more
+            self._made.streams[id] = made
             self._named += id not in self._bad_streams
             self._found(kinds.STREAM, f"the row of stream {id} could not be read, and was restored from its records")
 

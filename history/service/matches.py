@@ -32,6 +32,8 @@ STREAMS_PER_STEP: Final = 2_000  # examined in one step on the loop, and ...
 COMPARISONS_PER_STEP: Final = 4_000  # ... comparisons with patterns for these: some 2 ms
 LAST_RECORDS: Final = 4_000  # searched for a match before all streams: if many match, one is likely among them
 FEW_MAX: Final = 8_192  # streams whose newest records are compared one by one; of more, the newest is remembered
+DOUBTFUL_MAX: Final = 4_096  # streams of which the first record that is left is looked for, in ...
+DOUBTFUL_STEPS_MAX: Final = 32  # ... so many scans: some 10 ms each
 PATTERNS_MAX: Final = 1_000  # of one request; a caller that wants more uses wildcards
 WILDCARD_PATTERNS_MAX: Final = 64  # each is compared with every kind of stream
 PATTERNS_KNOWN_MAX: Final = 8_192  # valid topics in the cache of `pattern_of`; some 4 MB when it is full
@@ -330,15 +332,30 @@ class Match:
         return newest
 
     async def has_passed(self, floor: int, seq: int) -> bool:
-        """Returns True if retention, which has deleted records up to `floor`, has deleted matching ones after `seq`."""
+        """Returns True if retention, which has deleted records up to `floor`, has deleted matching ones after `seq`;
+        also if that can't be known: of forgotten streams, of too many streams, or of damaged records."""
         if self._log.forgotten_seq(self.authorities) > seq:
-            return True  # nothing more is known about forgotten streams
+            return True
+        doubtful = set[int]()  # have records up to `seq`, and others that are not deleted
         for number, stream in enumerate(self.streams(), 1):
-            if stream.newest_seq > seq and stream.first_seq <= floor:
-                return True
+            if stream.first_seq <= floor and stream.newest_seq > seq:
+                if stream.first_seq > seq or stream.newest_seq <= floor or len(doubtful) == DOUBTFUL_MAX:
+                    return True
+                doubtful.add(stream.id)
             if number % STREAMS_PER_STEP == 0:
                 await asyncio.sleep(0)
-        return False
+        after = floor
+        for _ in range(DOUBTFUL_STEPS_MAX):
+            if not doubtful:
+                return False
+            found = await self._log.scan(after, max_records=DOUBTFUL_MAX, max_bytes=1, streams=doubtful, bare=True)
+            for chunk in found.chunks:
+                for id, prev_seq in zip(chunk.streams, chunk.prev_seqs, strict=True):
+                    if id in doubtful and prev_seq > seq:  # the last one that was deleted
+                        return True
+                    doubtful.discard(id)
+            after = found.covered
+        return True
 
 
 class Matches:

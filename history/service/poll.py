@@ -219,7 +219,7 @@ class Poll:
             # The message is not in this log, or no longer. Begin with what was appended from the millisecond of its id
             # on: that includes all that followed the message.
             seq = await log.seq_before_time(int.from_bytes(asked.after_message_id[:6], "big") - 1)
-        if seq <= log.floor_seq and log.floor_seq:
+        if seq <= log.floor_seq and await self.matches[log].has_passed(log.floor_seq, 0):
             self.response.gaps.append(gap_of(Gap.REASON_RETENTION, log.incarnation, 0, log.floor_seq + 1))
         return max(seq, log.floor_seq)
 
