@@ -389,8 +389,14 @@ class Listing:
 
 async def describe(matches: Mapping[Log, Match], listing: Listing) -> DescribeResponse:
     """Answer in short steps, between which other tasks run. Raises RESOURCE_EXHAUSTED."""
-    newest = {log: await match.newest_seq() for log, match in matches.items()}
     response = DescribeResponse()
+    for log, match in matches.items():
+        state = _log_state(log)
+        state.newest_match_seq = await match.newest_seq()
+        # Records that have come meanwhile may not have been looked at: a reader that goes on from newest_seq, since
+        # nothing before it matches, misses none.
+        state.newest_seq = max(state.newest_seq, state.newest_match_seq)
+        response.logs.append(state)
     if listing.kind != DescribeRequest.LISTING_NONE:
         for match in matches.values():
             await match.complete()
@@ -398,7 +404,6 @@ async def describe(matches: Mapping[Log, Match], listing: Listing) -> DescribeRe
         response.next_page = await _page(matches, listing)
     elif listing.kind == DescribeRequest.LISTING_AT_ONCE:
         await _all(matches, listing)
-    response.logs.extend(_log_state(log, seq) for log, seq in newest.items())
     response.topics.extend(listing.topics)
     return response
 
@@ -443,7 +448,7 @@ async def _all(matches: Mapping[Log, Match], listing: Listing) -> None:
                 await asyncio.sleep(0)
 
 
-def _log_state(log: Log, newest_match_seq: int) -> LogState:
+def _log_state(log: Log) -> LogState:
     return LogState(
         incarnation=log.incarnation,
         durable=log.durable,
@@ -452,7 +457,6 @@ def _log_state(log: Log, newest_match_seq: int) -> LogState:
         stored_bytes=log.extent.stored_bytes,
         retention_ms=log.retention_ms,
         retention_bytes=log.retention_bytes,
-        newest_match_seq=newest_match_seq,
     )
 
 

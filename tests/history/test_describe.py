@@ -100,6 +100,27 @@ async def test_beyond_the_old_limit_all_logs_are_listed_and_the_answer_stays_sma
     assert [one.topic async for one in world.client.topics()] == topics
 
 
+async def test_what_comes_while_it_is_looked_for_is_not_the_newest_of_the_log(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that finds no match beyond its position goes on from `newest_seq`."""
+    await world.append(topic(1), topic(2))
+    newest_seq = Match.newest_seq
+
+    async def slow(match: Match) -> int:
+        await world.append(topic(2), topic(1))  # seen by this match
+        found = await newest_seq(match)
+        await world.append(topic(2), topic(1))  # not seen by it
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Match, "newest_seq", slow)
+        durable, _ = await world.client.logs([topic(1)])
+    assert (durable.newest_match_seq, durable.newest_seq) == (4, 4)
+    durable, _ = await world.client.logs([topic(3)])
+    assert (durable.newest_match_seq, durable.newest_seq) == (0, 10), "of two logs, four records came for each"
+
+
 # -- pages
 
 
@@ -311,8 +332,8 @@ async def test_a_caller_of_before_is_answered_as_before(world: World) -> None:
 
 async def test_none_of_the_new_fields_has_the_number_of_an_old_one() -> None:
     added = {
-        DescribeRequest: {"listing": 2, "page": 3},
-        DescribeResponse: {"next_page": 3},
+        DescribeRequest: {"listing": 2, "page": 3, "followed": 4},
+        DescribeResponse: {"next_page": 3, "visible": 4, "followed": 5},
         LogState: {"newest_match_seq": 8},
         TopicState: {},
     }
