@@ -112,9 +112,9 @@ class Pushing:
         return min(self._asked.window_bytes or WINDOW_BYTES_MAX, self._all.window_bytes())
 
     @property
-    def consumer(self) -> tuple[str, int]:
-        """The consumer's name, and its lease in milliseconds; "": no consumer."""
-        return self._request.consumer, consumer_lease_ms(self._request)
+    def consumer(self) -> tuple[str, int, str]:
+        """The consumer's name, its lease in milliseconds, and its holder; "": no consumer."""
+        return self._request.consumer, consumer_lease_ms(self._request), self._request.holder
 
     def taken(self, number: int) -> None:
         """Note that the follower has taken all frames up to this number."""
@@ -392,10 +392,10 @@ class Followers:
 
     # -- commands
 
-    def consumer_of(self, asked: CommandRequest, caller: UUri) -> tuple[str, int]:
-        """Returns the consumer of the push, or "", and its lease in milliseconds."""
+    def consumer_of(self, asked: CommandRequest, caller: UUri) -> tuple[str, int, str]:
+        """Returns the consumer of the push, or "", its lease in milliseconds, and its holder."""
         push = self._followers[_caller(caller), asked.follower].push
-        return push.consumer if push is not None else ("", 0)
+        return push.consumer if push is not None else ("", 0, "")
 
     def command(self, asked: CommandRequest, attributes: UAttributes) -> CommandResponse:
         """Apply a command. Raises NOT_FOUND, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, PERMISSION_DENIED or UNAVAILABLE;

@@ -29,7 +29,7 @@ from typing import Final, Protocol
 from history.epochs.keeper import Keeper
 from history.log.log import Log, Stream
 from history.records.witness import seqs_of
-from history.service.consumers import Consumers, Owner, cursor_name
+from history.service.consumers import LEAVES_MS, Consumers, Owner, cursor_name
 from history.service.followers import TOPICS_MAX, WINDOW_BYTES_MAX, Followers
 from history.service.matches import EVERYTHING, Match, Matches, Sights
 from history.service.poll import Poll, checked
@@ -213,7 +213,7 @@ class HistoryService:
         with self._counted("commands"):
             asked = UPayload.of(request).unpack(CommandRequest)
             if asked.HasField("push") and asked.push.poll.consumer:
-                self.consumers.require(asked.push.poll.consumer, Owner.of(caller))
+                self.consumers.require(asked.push.poll.consumer, Owner.of(caller), asked.push.poll.holder)
             answer = self.followers.command(asked, request.attributes)
             if asked.acked:
                 self._acknowledge(asked, caller)
@@ -231,11 +231,11 @@ class HistoryService:
         """Move the cursor of the consumer of the push, and that of a caller that has taken over."""
         if self._handing_over is not None:
             self._handing_over.acknowledged(caller, seqs_of(asked.acked))
-        consumer, lease_ms = self.followers.consumer_of(asked, caller)
+        consumer, lease_ms, holder = self.followers.consumer_of(asked, caller)
         for log in self._logs if consumer else ():
             for position in asked.acked:
                 if position.incarnation == log.incarnation:
-                    self.consumers.hold(consumer, Owner.of(caller), log, position.seq, lease_ms)
+                    self.consumers.hold(consumer, Owner.of(caller), log, position.seq, lease_ms, holder)
 
     # -- Poll
 
@@ -250,7 +250,7 @@ class HistoryService:
             else:
                 poll = Poll(valid, sight, follower.matches_for(sight), follower)
             if asked.consumer:
-                self.consumers.require(asked.consumer, Owner.of(valid.source))
+                self.consumers.require(asked.consumer, Owner.of(valid.source), asked.holder)
             if valid.acked and self._handing_over is not None:
                 self._handing_over.acknowledged(valid.source, valid.acked)
         await (self._answer(poll) if follower is None else self.followers.answer(follower, poll))
@@ -304,12 +304,14 @@ class HistoryService:
         """Let the consumer's cursor hold retention: at its acknowledged position, else at its last position, else at
         the begin of the poll."""
         request = poll.request
-        consumer, owner = request.asked.consumer, Owner.of(request.source)
+        consumer, owner, lease_ms = request.asked.consumer, Owner.of(request.source), request.lease_ms
+        if lease_ms > LEAVES_MS:
+            lease_ms += int(request.wait_ms)
         for log, position in poll.positions.items():
             known = log.cursors.seq(cursor_name(consumer))
             seq = request.acked.get(log.incarnation, position if known is None else known)
             seq = min(seq, poll.agreed.get(log.incarnation, seq))
-            self.consumers.hold(consumer, owner, log, seq, request.lease_ms + int(request.wait_ms))
+            self.consumers.hold(consumer, owner, log, seq, lease_ms, request.asked.holder)
         poll.response.lease_ms = request.lease_ms
 
     # -- polls that wait

@@ -93,6 +93,7 @@ def consumers(at: DataDir, as_json: AsJson = False) -> None:
     """
     for one in consuming(at.log):
         lease = f"its lease ends in {one.lease_s} s" if one.lease_s else "its lease is over"
+        lease += f", in use by {one.holder!r}" if one.holder else ""
         line = f"{one.consumer!r} of {one.owner or 'nobody yet'}: {one.records} records after {one.seq}, {lease}"
         terminal.tell(as_json, dataclasses.asdict(one), line)
 
@@ -116,10 +117,12 @@ def release(
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """The cursor of one consumer in the durable log, and the owner of its name ("": the next caller gets it)."""
+    """The cursor of one consumer in the durable log, and the owner of its name ("": the next caller gets it). `holder`:
+    who of the owner uses it ("": anybody)."""
 
     consumer: str
     owner: str
+    holder: str
     seq: int
     records: int  # after the cursor
     lease_s: int  # how long it still delays retention by age; 0: the lease has ended
@@ -142,7 +145,7 @@ def listed(path: Path) -> list[Listed]:
 def consuming(path: Path) -> list[Consumer]:
     """Returns all consumers in the file. Raises as `listed`."""
     rows, newest, oldest = _rows(path)
-    whose = owners(name for name, *_ in rows)
+    whose = {one.consumer: one for one in (owner_of(name) for name, *_ in rows) if one is not None}
     cursors = {
         name.removeprefix(CONSUMER_PREFIX): (seq, lease)
         for name, seq, lease, *_ in rows
@@ -153,7 +156,8 @@ def consuming(path: Path) -> list[Consumer]:
         seq, lease_until_ms = cursors.get(name, (0, None))
         waits = max(0, newest - max(seq, oldest - 1)) if name in cursors else 0
         lease_s = max(0, int((lease_until_ms or 0) / 1000 - time.time()))
-        found.append(Consumer(name, str(whose.get(name, "")), seq, waits, lease_s))
+        owner, holder = (str(whose[name].owner), whose[name].holder) if name in whose else ("", "")
+        found.append(Consumer(name, owner, holder if lease_s else "", seq, waits, lease_s))
     return found
 
 
@@ -182,7 +186,7 @@ async def _release(path: Path, consumer: str) -> str:
     if answer is not None:
         return str(answer["owner"])
     async with await _open(path) as log:
-        rows = [name for name in log.cursors.all() if (found := owner_of(name)) is not None and found[0] == consumer]
+        rows = [one for one in log.cursors.all() if (found := owner_of(one)) is not None and found.consumer == consumer]
         if not rows:
             raise UStatusError(UCode.NOT_FOUND, f"no uEntity owns a consumer named {consumer!r}")
         for name in rows:

@@ -164,14 +164,16 @@ def test_topics_are_paused_and_resumed_while_the_streamer_is_stopped(config: Pat
 def test_whose_a_consumers_name_is_and_how_it_is_released(config: Path) -> None:
     async def hold() -> None:
         async with await Log.open(config.parent / "history.db", name="durable") as log:
-            Consumers([log], now_ms).hold("job", Owner("cloud", 0x20), log, 7, 3_600_000)
+            Consumers([log], now_ms).hold("job", Owner("cloud", 0x20), log, 7, 3_600_000, "run-1")
             log.cursors.set("consumer:old", 9, lease_ms=1)
 
     asyncio.run(hold())
     job, old = said("cursors", "consumers", "--config", str(config))
     assert 3_000 < job.pop("lease_s") <= 3_600  # type: ignore[operator]
-    assert job == {"consumer": "job", "owner": "//cloud/20", "seq": 7, "records": 3}
-    assert old == {"consumer": "old", "owner": "", "seq": 9, "records": 1, "lease_s": 0}
+    assert job == {"consumer": "job", "owner": "//cloud/20", "holder": "run-1", "seq": 7, "records": 3}
+    assert old == {"consumer": "old", "owner": "", "holder": "", "seq": 9, "records": 1, "lease_s": 0}
+    shown = CliRunner().invoke(app, ["cursors", "consumers", "--config", str(config)]).output
+    assert ", in use by 'run-1'" in " ".join(shown.split())
     assert said("cursors", "release", "job", "--config", str(config)) == [{"consumer": "job", "owner": "//cloud/20"}]
     assert {row["owner"] for row in said("cursors", "consumers", "--config", str(config))} == {""}
     result = CliRunner().invoke(app, ["cursors", "release", "job", "--config", str(config)])

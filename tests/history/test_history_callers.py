@@ -19,7 +19,7 @@ from tests.history.world import SERVICE, HistoryWorld, publishes
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions
 from uprotocol.communication.shares import Full, Turns
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeRequest, PollRequest, Position, Witness
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import CommandRequest, DescribeRequest, PollRequest, Position, Witness
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -132,6 +132,68 @@ async def test_a_cursor_stays_within_what_there_is(tmp_path: Path) -> None:
 async def test_a_name_that_cannot_be_printed_is_none(tmp_path: Path, name: str) -> None:
     async with await opened(tmp_path, Clock()) as log:
         assert code_of(lambda: Consumers([log], Clock()).require(name, Owner.of(SPARK))) == UCode.INVALID_ARGUMENT
+
+
+# Holders of a name
+
+
+def aborted(call: Callable[[], object]) -> str:
+    with pytest.raises(UStatusError) as caught:
+        call()
+    assert caught.value.code == UCode.ABORTED
+    return caught.value.message
+
+
+async def test_while_its_lease_lives_a_name_is_of_one_holder(tmp_path: Path) -> None:
+    clock, owner = Clock(), Owner.of(SPARK)
+    async with await opened(tmp_path, clock) as log:
+        named = Consumers([log], clock)
+        named.hold("job", owner, log, 0, 60_000, "a")
+        clock.ms += 18_000
+        what = "the consumer 'job' is in use by 'a' (//cloud/20) until its lease ends in 42 s"
+        assert aborted(lambda: named.require("job", owner, "b")) == what
+        assert aborted(lambda: named.hold("job", owner, log, 0, 1, "b")) == what
+        assert code_of(lambda: named.require("job", Owner.of(OTHER), "a")) == UCode.PERMISSION_DENIED
+        named.hold("job", owner, log, 0, 60_000, "a")  # the same one, at once
+        clock.ms += 60_000
+        named.hold("job", owner, log, 0, 60_000)  # anybody; it does not lengthen what another one has taken
+        named.hold("job", owner, log, 0, 60_000, "b")
+        assert "in use by 'b'" in aborted(lambda: named.require("job", owner, "a"))
+        named.require("job", owner)
+        named.hold("job", owner, log, 0, 1, "b")  # it leaves
+        named.hold("job", owner, log, 0, 60_000, "a")
+        assert [consumers.owner_of(row) for row in log.cursors.all() if row.startswith("owner:")] == [
+            consumers.Owned("job", owner, "a")
+        ]
+        named.release("job")
+        named.hold("job", Owner.of(OTHER), log, 0, 60_000, "b")
+
+
+async def test_a_holder_is_known_after_a_restart_and_holds_no_retention(tmp_path: Path) -> None:
+    clock, owner = Clock(), Owner.of(SPARK)
+    async with await opened(tmp_path, clock) as log:
+        Consumers([log], clock).hold("a/job", owner, log, 0, 60_000, "a/1\u00e4")
+        assert log.cursors.owed_after() > 1 << 60
+    async with await opened(tmp_path, clock) as log:
+        named = Consumers([log], clock)
+        named.load()
+        clock.ms += 30_000
+        assert "'a/1\u00e4'" in aborted(lambda: named.require("a/job", owner, "b"))
+        named.require("a/job", owner, "a/1\u00e4")
+        clock.ms += 30_000
+        named.hold("a/job", owner, log, 0, 60_000, "b")
+    async with await opened(tmp_path, clock) as log:
+        named = Consumers([log], clock)
+        named.load()
+        assert "'b'" in aborted(lambda: named.require("a/job", owner, "a/1\u00e4"))
+
+
+@pytest.mark.parametrize("holder", ["x" * 65, "a\nb", "\x1b[2J"])
+async def test_a_holder_that_cannot_be_printed_is_none(tmp_path: Path, holder: str) -> None:
+    async with await opened(tmp_path, Clock()) as log:
+        named = Consumers([log], Clock())
+        assert code_of(lambda: named.require("job", Owner.of(SPARK), holder)) == UCode.INVALID_ARGUMENT
+        named.require("job", Owner.of(SPARK), "x" * 64)
 
 
 # Turns
@@ -268,6 +330,32 @@ async def test_another_uentity_can_neither_move_nor_shorten_a_consumers_cursor(w
     await theirs.poll(PollRequest(consumer="other"))
 
 
+async def test_a_poll_of_another_holder_is_aborted_until_the_lease_ends_or_the_holder_leaves(world: World) -> None:
+    await world.append(5)
+    client = HistoryClient(await world.caller("cloud"), SERVICE)
+    log = world.logs[0]
+    await client.poll(PollRequest(consumer="job", holder="a", lease_ms=600_000))
+    before = log.cursors.get("consumer:job")
+    push = CommandRequest(follower=b"x" * 16, number=1)
+    push.push.sink.CopyFrom(uris.uri("cloud", 0x20, 1))
+    push.push.poll.CopyFrom(PollRequest(consumer="job", holder="b"))
+    for call in (
+        client.poll(PollRequest(consumer="job", holder="b", acked=[Position(incarnation=log.incarnation, seq=5)])),
+        client.command(push),
+    ):
+        with pytest.raises(
+            UStatusError, match=r"'job' is in use by 'a' \(//cloud/20\) until its lease ends in"
+        ) as caught:
+            await call
+        assert caught.value.code == UCode.ABORTED
+    assert log.cursors.get("consumer:job") == before
+    await client.poll(PollRequest(consumer="job"))
+    await client.poll(PollRequest(consumer="job", holder="a", lease_ms=1, latest=True, wait_ms=20))
+    await client.poll(PollRequest(consumer="job", holder="b"))
+    with pytest.raises(UStatusError, match="in use by 'b'"):
+        await client.poll(PollRequest(consumer="job", holder="a"))
+
+
 async def test_the_polls_of_one_authority_leave_room_for_those_of_others(world: World) -> None:
     many, one = [HistoryClient(await world.caller(name), SERVICE) for name in ("many", "one")]
     asked = PollRequest(latest=True, wait_ms=20_000)
@@ -333,6 +421,7 @@ def wild_poll(seed: int, incarnation: bytes) -> PollRequest:
         )
 
     asked = PollRequest(consumer=rng.choice(["", "c", "c\x00", "\N{BELL}" * 300]))
+    asked.holder, asked.plan_records = rng.choice(["", "", "h", "\N{BELL}"]), rng.choice([0, 0, *WILD])
     for name in ("max_records", "max_bytes", "wait_ms", "lease_ms"):
         setattr(asked, name, rng.choice([0, 1, 20]) if name == "wait_ms" else rng.choice(WILD))
     for name in ("positions", "acked", "until"):
