@@ -3,7 +3,7 @@
 publish -> valid? -> log -> committed: no follower can miss it, and `publish` returns
                       |---> HistoryService: Describe, Poll, Command <-> followers, at their own pace
                       '---> plain copies, in the order of the log -> listeners; it is no error if the network takes none
-           announcement of the history -- at the start, and repeatedly -> possible followers
+           announcement of the history -- at the start, whenever the network is back, and repeatedly -> followers
 
 The log is also the queue of the plain copies: nothing else holds a message.
 """
@@ -65,8 +65,8 @@ class HistoryPublisher(Publisher):
 
     It is served at `service`, an instance of core.ustreamer on this host (ids.of_publisher): one for each uEntity type,
     so two instances of a type on one host cannot both have a history. It has only what was published here. **Anybody on
-    the network may read it**: no rule restricts it, just as none restricts the plain copies. About every `announce_s`
-    it is announced.
+    the network may read it**: no rule restricts it, just as none restricts the plain copies. It is announced about
+    every `announce_s`, and whenever the network is back.
 
     The owner of the transport opens it before, and closes it after this publisher. A transport does not deliver to
     itself, so applications that share it can neither hear this publisher nor poll it.
@@ -100,6 +100,8 @@ class HistoryPublisher(Publisher):
         self._log: Log | None = None  # None: not open
         self._appending: set[asyncio.Future[int]] = set()
         self._opened = contextlib.AsyncExitStack()
+        self._announcement_due = asyncio.Event()
+        transport.on_connection(self._connection_changed)
         self.counts: Counter[str] = Counter()
 
     def __repr__(self) -> str:
@@ -177,6 +179,10 @@ class HistoryPublisher(Publisher):
                 asked.changes.add(time=wire_time(time), change=change)
         await self._keeper.progress(self._local.get_source(), asked)
 
+    def _connection_changed(self, connected: bool) -> None:
+        if connected:  # followers that are new or back find us at once
+            self._announcement_due.set()
+
     async def _settled(self) -> None:
         """Wait until every append so far has succeeded or failed."""
         if self._appending:
@@ -212,10 +218,14 @@ class HistoryPublisher(Publisher):
         here = UPayload.pack(Announcement(incarnations=[kept.incarnation], topics=topics))
         topic = ids.of_publisher(own, ids.ANNOUNCEMENTS)
         while True:
+            self._announcement_due.clear()
             message = UMessageBuilder.publish(topic).with_ttl(ANNOUNCEMENT_TTL_MS).build_from_upayload(here)
             (status,) = await _send_batch(self._transport, [message])
             self.counts["announced"] += not status.code
-            await asyncio.sleep(self._announce_s * self._runtime.rng.uniform(1 - ANNOUNCE_JITTER, 1 + ANNOUNCE_JITTER))
+            pause_s = self._announce_s * self._runtime.rng.uniform(1 - ANNOUNCE_JITTER, 1 + ANNOUNCE_JITTER)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._announcement_due.wait()
 
 
 class _Copies:

@@ -383,6 +383,21 @@ async def test_a_transport_that_fails_as_it_should_not_ends_nothing(
         assert await world.polled_numbers() == [0, 1]
 
 
+async def test_it_is_announced_at_once_when_its_network_is_back(world: World) -> None:
+    """Its followers may have missed the last announcement, or are new there."""
+    announcements = Heard()
+    await world.app.register_listener(ids.of_publisher(DOOR.get_source(), ids.ANNOUNCEMENTS), announcements)
+    async with world.publisher(announce_s=3_600) as publisher:
+        await announcements.take(1)
+        for _ in range(3):
+            world.transport.disconnect()
+            await asyncio.sleep(0)
+            assert announcements.messages.empty()
+            world.transport.reconnect()
+            await announcements.take(1)
+        assert publisher.counts["announced"] == 4
+
+
 # Opened and closed
 
 
