@@ -239,6 +239,7 @@ class Assembly:
         )
         if self.usubscription is not None:
             self.usubscription.on_change(self.networks.listen_before_answer)
+            self.usubscription.on_change(self.follows.follow_before_answer)
         self.claims = Claims(self.pumps, logs, config.history.absent_ms, self.networks.away_s)
         self.history = HistoryService(
             self.hosted,

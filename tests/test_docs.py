@@ -153,6 +153,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("following", "at most # publishers of one authority", 1, ["streamer.following.follows:PUBLISHERS_OF_ONE_MAX"]),
     ("following", "has answered nothing for # s", 1, ["streamer.following.sorting:SILENT_S"]),
     ("following", "At the start, and every # s or so", 1, ["history.publisher:ANNOUNCE_S"]),
+    ("following", "follows the announced history, after # s at most", 1, ["streamer.following.follows:BEGIN_S_MAX"]),
     ("following", "every # s until it has taken over, every # s then", 1, [
         "streamer.following.handover:ANNOUNCE_S", "streamer.following.handover:ANNOUNCE_TAKEN_S",
     ]),

@@ -122,7 +122,10 @@ class Followed:
         self._capacity_freed = asyncio.Event()
         self._came = asyncio.Event()
         stored = self._log.followed.position(self.key)
-        self._has_position = stored is not None  # the position is on disk
+        self.announced_at = asyncio.get_running_loop().time()  # or found otherwise
+        self.has_position = asyncio.Event()  # the position is on disk
+        if stored is not None:
+            self.has_position.set()
         # plain messages with later ids are copies; None: unknown yet. As the history reports it, and as it is on disk
         self._confirmed_since = _since(stored) if stored is not None else None
         self._doorbell.copies_since = self._confirmed_since
@@ -264,6 +267,7 @@ class Followed:
 
     def announced(self) -> None:
         """Ask again at once: the history, which may hand over now, was announced. The current call may wait in vain."""
+        self.announced_at = asyncio.get_running_loop().time()
         self._backoff.wake()
         self._ask_now()
 
@@ -348,7 +352,7 @@ class Followed:
     async def _take_over(self, following: Following, reader_state: ReaderState) -> None:
         """Ask the gateway to stop pushing publishes. Raises its refusal; then it pushes all of them, and nothing is
         followed."""
-        if not self._has_position:  # saved before we ask, so that a later run knows whom to ask to push again
+        if not self.has_position.is_set():  # saved before we ask, so that a later run knows whom to ask to push again
             await self._keep_first(reader_state)
         self._sorting.held_there = {}
         for position in await following.commands.hand_over(HandOver(take=True, takes_held=True)):
@@ -383,10 +387,11 @@ class Followed:
         since = self._confirmed_since
         self._log.followed.keep(self.key, self._stored(reader_state))
         await self._log.saved()
-        self._has_position, self._doorbell.copies_since = True, since
+        self._doorbell.copies_since = since
+        self.has_position.set()
 
     def _confirmed(self, done: UUID) -> None:
-        if not self._has_position or not uuids.is_v7(done):
+        if not self.has_position.is_set() or not uuids.is_v7(done):
             return
         id = uuids.to_bytes(done)
         if self._confirmed_since is None:

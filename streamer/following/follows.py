@@ -28,7 +28,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     Announcement,
     Gap,
 )
-from uprotocol.core.usubscription.wire import to_uri
+from uprotocol.core.usubscription.wire import Entry, to_uri
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UPayload
 from uprotocol.pacing import Backoff
@@ -43,6 +43,10 @@ STATES: Final = ("handed_over", "beside_copies", "away")  # of a conversation; v
 FOLLOWED_MAX: Final = 4_096  # services: a fleet behind one gateway; each has a task and positions
 # of one authority, found by announcements: a vehicle has some publishers with a history of their own
 PUBLISHERS_OF_ONE_MAX: Final = 64
+# announced publishers that are remembered until somebody wants a topic of theirs; others announce themselves again
+IDLE_MAX: Final = 4_096
+BEGIN_S_MAX: Final = 2.0  # a Subscribe waits so long for a new history to be followed; its caller waits longer
+RUSHED_S: Final = 60.0  # no Subscribe waits for so long after one that waited in vain: all others wait behind it
 
 GATEWAYS: Final = uris.uri(uris.WILDCARD_AUTHORITY, ids.ENTITY, ids.VERSION, ids.ANNOUNCEMENTS)
 
@@ -70,6 +74,9 @@ class Follows(Intake, UListener):
         # histories by authority and by its family; and those that may have any topic
         self._by_name: dict[str, list[Followed]] = {}
         self._named: list[Followed] = []
+        # publishers that have announced themselves and have no wanted topic; that of the latest announcement last
+        self._idle: dict[uris.Key, UUri] = {}
+        self._rushed_until = 0.0  # loop time, see RUSHED_S
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_running = False
         self._to_run: dict[str, Callable[[], Coroutine[None, None, None]]] = {}
@@ -84,7 +91,8 @@ class Follows(Intake, UListener):
     # -- life
 
     def load(self) -> None:
-        """Find the histories to follow, before any message comes from them."""
+        """Find the histories to follow, before any message comes from them, and before anybody subscribes."""
+        self._interest.on_change(self._interest_changed)
         for endpoint in self._endpoints:
             self._load(endpoint)
         for key in self.logs.durable.followed.positions():
@@ -127,7 +135,6 @@ class Follows(Intake, UListener):
         """Start to follow. Raises the error of the hosted transport."""
         await self._rpc.open()
         await self._hosted.register_listener(GATEWAYS, self, self.local.get_source())
-        self._interest.on_change(self._interest_changed)
         self._interest_changed(None)
         self._is_running = True
         for key, run in self._to_run.items():
@@ -228,8 +235,29 @@ class Follows(Intake, UListener):
         known = self._followed.get(f"{endpoint.name}:{uris.format(service)}")
         if known is not None:
             known.announced()
-        elif follow is not None or (service.ue_id >> 16 and self._has_room(endpoint, service)):
+        elif follow is not None:
             self._follow(service, endpoint, follow)
+        elif service.ue_id >> 16:
+            self._idle.pop(uris.key(service), None)
+            self._idle[uris.key(service)] = service
+            self._follow_idle([service])
+            if len(self._idle) > IDLE_MAX:
+                del self._idle[next(iter(self._idle))]
+
+    def _follow_idle(self, services: Iterable[UUri]) -> None:
+        """Follow those of these idle publishers that have a wanted topic."""
+        for service in services:
+            endpoint = self._endpoints.owner(service.authority_name)
+            if endpoint is not None and self._has_room(endpoint, service):
+                del self._idle[uris.key(service)]
+                self._follow(service, endpoint, None)
+
+    def _idle_with(self, topic: UUri) -> list[UUri]:
+        """Returns the idle publishers that may have this topic."""
+        if topic.authority_name == uris.WILDCARD_AUTHORITY or topic.ue_id & 0xFFFF == uris.WILDCARD_ENTITY_TYPE:
+            return [one for one in self._idle.values() if ids.narrowed(one, topic) is not None]
+        service = self._idle.get(uris.key(ids.of_publisher(topic))) if topic.ue_id & 0xFFFF else None
+        return [service] if service is not None else []
 
     def _has_room(self, endpoint: Endpoint, service: UUri) -> bool:
         """True if this publisher has a wanted topic, and its host has fewer than PUBLISHERS_OF_ONE_MAX."""
@@ -259,12 +287,30 @@ class Follows(Intake, UListener):
                         del self._topics[name]
         if topics is None or wants_all != self._wants_all:
             self._wants_all = wants_all
+            self._follow_idle(list(self._idle.values()))
             for followed in self._followed.values():
                 followed.listen_again()
             return
-        for topic, _ in changed:
+        for topic, is_wanted in changed:
+            self._follow_idle(self._idle_with(topic) if is_wanted and self._idle else ())
             for followed in self._about(topic):
                 followed.listen_for(topic)
+
+    async def follow_before_answer(self, changes: Sequence[Entry]) -> None:
+        """Wait a little, before the embedded service answers, for our position in a history that has just begun to be
+        followed: what is published there later is followed, even if the network or we are away then."""
+        now = asyncio.get_running_loop().time()
+        begun = (one for one in self if now < one.announced_at + BEGIN_S_MAX and not one.is_gateway)
+        new = [one for one in begun if not one.has_position.is_set()]
+        topics = [to_uri(one.topic) for one in changes] if new and now >= self._rushed_until else []
+        for followed in [one for one in new if any(ids.narrowed(one.service, topic) for topic in topics)]:
+            try:
+                async with asyncio.timeout_at(followed.announced_at + BEGIN_S_MAX):
+                    await followed.has_position.wait()
+            except TimeoutError:
+                self._rushed_until = asyncio.get_running_loop().time() + RUSHED_S
+                what = "a subscription is answered though a history is silent: it counts there from when that answers"
+                log.info(what, service=followed.key)
 
     # -- for the ingress
 

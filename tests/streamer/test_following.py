@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import random
 import shutil
 import sqlite3
@@ -18,18 +19,21 @@ import pytest
 from campaigns.simulation.network import Faults
 from history.publisher import HistoryPublisher
 from streamer.config import FollowSection
+from streamer.following import follows
 from streamer.following.followed import Followed
 from streamer.operating.metrics import expose
 from tests.streamer.conftest import Hearer, MakeWorld, World, endpoints, text
 from tests.tiers import seeds
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import FollowedPlaces, HandOver
-from uprotocol.message import UPayload
+from uprotocol.core.ustreamer import ids
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Announcement, FollowedPlaces, HandOver
+from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
+from usubscription_client.client import USubscriptionClient
 
 SPEED = uris.parse("//vehicle1/8001/1/8001")
 DOOR = uris.parse("//vehicle1/8001/1/8002")
@@ -571,6 +575,108 @@ async def test_a_publisher_with_a_history_is_found_and_followed(
     (followed,) = world.streamer.follows
     assert followed.counts["doorbells"] > 0
     assert followed.counts["gaps"] == 0
+
+
+def announcement(entity: int) -> UMessage:
+    """A publisher with a history announces itself, which is all that it does."""
+    topic = ids.of_publisher(uris.uri("vehicle1", entity, 1), ids.ANNOUNCEMENTS)
+    return UMessageBuilder.publish(topic).pack(Announcement())
+
+
+EMBEDDED = {"vehicle": "embedded", "cloud": "none"}
+
+
+@pytest.mark.parametrize("ends", ["the plain messages", "the gateway"])
+async def test_what_is_published_after_a_subscription_is_answered_is_followed(
+    make_world: MakeWorld, tmp_path: Path, ends: str
+) -> None:
+    """The publisher was announced before anybody needed it. Right after the answer the network refuses its plain
+    messages, or the gateway is away."""
+    world: World = await make_world(EMBEDDED)
+    cloud = await world.node("cloud", "cloud", 0x9001)
+    heard = await world.hear(cloud, uris.pattern("vehicle1"))
+    node = await world.node("vehicle", "vehicle1", 0x8001)
+    async with (
+        HistoryPublisher(node, node.local, tmp_path / "own.db", announce_s=3_600) as publisher,
+        USubscriptionClient(cloud, cloud.local, "vehicle1") as client,
+    ):
+        await world.until(lambda: publisher.counts["announced"])
+        await world.taken("vehicle")
+        assert not list(world.streamer.follows), "nobody wants anything of it"
+        await publisher.publish(0x8001, text("before"))
+        await client.subscribe(SPEED)
+        if ends == "the gateway":
+            await world.stop()
+        else:
+            world.networks["vehicle"].refuse(node.address_of(SPEED, None))
+        for number in range(5):
+            await publisher.publish(0x8001, text(str(number)))
+        if ends == "the gateway":
+            await world.start()
+        await heard.expect(5)
+    assert heard.texts == [str(number) for number in range(5)]
+
+
+@pytest.mark.parametrize("topic", ["//vehicle1/8001/1/8001", "//vehicle1/18001/1/8002", "//vehicle1/FFFF8001/1/8001"])
+async def test_a_publisher_that_is_not_needed_is_followed_once_it_is(
+    make_world: MakeWorld, tmp_path: Path, topic: str
+) -> None:
+    world: World = await make_world(endpoints({"vehicle": "none", "cloud": "none"}), {})
+    node = await world.node("vehicle", "vehicle1", 0x8001)
+    other = await world.node("vehicle", "vehicle1", 0x8002)
+    async with (
+        HistoryPublisher(node, node.local, tmp_path / "own.db", announce_s=3_600) as publisher,
+        HistoryPublisher(other, other.local, tmp_path / "other.db", announce_s=3_600) as not_needed,
+    ):
+        await world.until(lambda: publisher.counts["announced"] and not_needed.counts["announced"])
+        await world.taken("vehicle")
+        assert not list(world.streamer.follows)
+        static_file = world.config.usubscription.static_file
+        assert static_file is not None
+        static_file.write_text(json.dumps({topic: ["//cloud/9001/1/0"]}))
+        await world.streamer.interest.refresh()
+        await world.until(lambda: [one for one in world.streamer.follows if one.connected])
+        assert [one.service for one in world.streamer.follows] == [publisher.service]
+
+
+async def test_a_subscription_waits_a_little_for_a_history_that_does_not_answer(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then no Subscribe waits for some time, whatever is announced."""
+    monkeypatch.setattr(follows, "BEGIN_S_MAX", 0.4)
+    world: World = await make_world(EMBEDDED)
+    cloud = await world.node("cloud", "cloud", 0x9001)
+    node = await world.node("vehicle", "vehicle1", 0x8001)
+    for entity in (0x8001, 0x8002):
+        await node.send(announcement(entity))
+    await world.taken("vehicle")
+    time = asyncio.get_running_loop().time
+    async with USubscriptionClient(cloud, cloud.local, "vehicle1") as client:
+        began = time()
+        await client.subscribe(SPEED)
+        assert time() - began >= 0.4
+        began = time()
+        await client.subscribe(DOOR)
+        await client.subscribe(uris.parse("//vehicle1/8002/1/8001"))
+        assert time() - began < 0.4
+    assert {one.kind for one in world.streamer.follows} == {0x8001, 0x8002}
+
+
+async def test_as_many_publishers_are_remembered_as_the_limit_allows(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that was silent for longest is forgotten."""
+    monkeypatch.setattr(follows, "IDLE_MAX", 2)
+    world: World = await make_world(endpoints({"vehicle": "none", "cloud": "none"}), {})
+    node = await world.node("vehicle", "vehicle1", 0x8001)
+    for entity in (0x8001, 0x8002, 0x8001, 0x8003):
+        await node.send(announcement(entity))
+        await world.taken("vehicle")
+    static_file = world.config.usubscription.static_file
+    assert static_file is not None
+    static_file.write_text(json.dumps({f"//vehicle1/{one}/1/8001": ["//cloud/9001/1/0"] for one in (8001, 8002, 8003)}))
+    await world.streamer.interest.refresh()
+    assert {one.kind for one in world.streamer.follows} == {0x8001, 0x8003}
 
 
 # -- other names, other logs
