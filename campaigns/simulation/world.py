@@ -267,7 +267,7 @@ class World:
         if not self._keeper_was_followed:
             streamer = self.machines["V"].streamer
             all = streamer.follows if streamer is not None else ()
-            self._keeper_was_followed = any(not one.is_gateway and one.counts["stored"] for one in all)
+            self._keeper_was_followed = any(not one.is_gateway and one.has_position.is_set() for one in all)
         return self._keeper_was_followed
 
     # -- building it
