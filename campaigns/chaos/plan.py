@@ -29,6 +29,7 @@ EPOCHS: Final = "tick"
 # the time that a kill takes from a gateway is longer than many of them
 EPOCHS_END: Final = "width_ms = 400\nlateness_ms = 200\ntimeout_ms = 10000"
 PUBLISHER: Final = Uri(VEHICLE, 0x8001, 1, 0)
+ANNOUNCEMENTS: Final = Uri(VEHICLE, 0x8001_0004, 1, 0x8004)  # of its history
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from campaigns.chaos.judges import (
 )
 from campaigns.chaos.ledger import Ledger, Verdict
 from campaigns.chaos.plan import (
+    ANNOUNCEMENTS,
     CLOUD,
     CLOUD_APP,
     DOWN,
@@ -118,6 +119,8 @@ class World:
         for process in self.processes:
             process.wait_ready()
         self._join()
+        if self.publisher is not None:
+            self._await_announcement()
         self._subscribe()
         self._settle()
 
@@ -237,6 +240,14 @@ class World:
             caller, link = mqtt_caller(port, f"caller-{me.entity:X}-{me.authority}", me, off_vehicle=off_vehicle)
         self._closers.append(link.close)
         return caller
+
+    def _await_announcement(self) -> None:
+        """A gateway follows whom it has heard of. From then on a subscriber's answer counts, whatever is hurt next."""
+        is_heard = threading.Event()
+        link = ZenohLink(self.zenoh_port, (f"up/{ANNOUNCEMENTS.segments}/**",), lambda _: is_heard.set())
+        self._closers.append(link.close)
+        if not is_heard.wait(SETTLE_S_MAX):
+            raise ChaosError("the publisher did not announce itself")
 
     def _subscribe(self) -> None:
         """Raw clients tell a uSubscription what they want, and see that it stands."""
