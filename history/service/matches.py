@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 from history.log.log import Log, Stream
 from history.records.chunk import authority_of, is_publish, kind_of, plain_address
+from history.records.visible import EVERYTHING_VISIBLE, Visible
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
 from uprotocol.communication.shares import CALLERS_SHARE
@@ -51,6 +52,11 @@ class Sight:
     same; the key changes whenever what they see changes."""
 
     key: Hashable = "all"
+
+    @property
+    def visible(self) -> Visible:
+        """Returns the topics of which `sees` is true without a sink."""
+        return EVERYTHING_VISIBLE
 
     @property
     def cost(self) -> int:
@@ -388,9 +394,10 @@ class Matches:
         key = (sight.key, tuple(sorted(patterns)))
         known = self._cached.pop(key, None)
         if known is None:
-            # Exact topics of which none may be seen are refused. That depends on no log, so the refusal reveals nothing
-            # about one.
-            if patterns and not any(one.is_wild or sight.sees(one.uri, None) for one in patterns.values()):
+            # Exact topics of which none may be seen are refused, and everything where nothing may be seen. That depends
+            # on no log, so the refusal reveals nothing about one.
+            may_see = any(one.is_wild or sight.sees(one.uri, None) for one in patterns.values()) or not patterns
+            if not may_see or sight.visible.is_nothing:
                 raise UStatusError(UCode.PERMISSION_DENIED, HIDDEN)
             self._evict(caller)
             known = (caller, self.make([one.uri for one in patterns.values()] or [uris.ANY], sight))

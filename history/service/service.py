@@ -191,9 +191,11 @@ class HistoryService:
         with self._counted("describes"):
             asked = UPayload.of(request).unpack(DescribeRequest)
             listing = Listing.of(asked)
-            matches = self._matches.of(asked.topics, self._sights.of(caller), caller.authority_name)
+            sight = self._sights.of(caller)
+            matches = self._matches.of(asked.topics, sight, caller.authority_name)
         async with self._turns.turn(caller.authority_name, request.attributes.ttl / 1000):
             response = await describe(matches, listing)
+        response.visible.CopyFrom(sight.visible.message)
         self.counts["withheld"] += any(match.withholds for match in matches.values())
         return response
 
@@ -279,6 +281,8 @@ class HistoryService:
                         async with asyncio.timeout_at(deadline):
                             await poll.woken.wait()
                 self._match(poll)
+        if request.asked.plan_records:
+            poll.response.visible.CopyFrom(poll.sight.visible.message)
         self.counts["records"] += sum(len(batch.seq) for batch in poll.response.batches)
         self.counts["gaps"] += len(poll.response.gaps)
 

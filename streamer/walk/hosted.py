@@ -17,6 +17,7 @@ A poll shows nothing that a push would not.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
+from history.records.visible import HIDDEN_ROAD, Road, Visible, precedence
 from history.service.matches import EVERYTHING, Sight, Sights
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.view import Rules
@@ -340,6 +342,14 @@ class AccessPattern:
         """True if its authority is the caller's own."""
         return not self.authority
 
+    @property
+    def key(self) -> uris.Key:
+        """As a hashable tuple, in which the authority may be a family."""
+        return (
+            self.authority if uris.is_family(self.authority) else self.address.authority_name,
+            *uris.key(self.address)[1:],
+        )
+
     def matches(self, candidate: UUri, own: str) -> bool:
         if uris.is_family(self.authority):
             return candidate.authority_name.endswith(self.authority[1:]) and uris.matches(self.address, candidate)
@@ -380,6 +390,20 @@ class _Sight(Sight):
     @property
     def cost(self) -> int:
         return self._cost
+
+    @functools.cached_property
+    def visible(self) -> Visible:
+        allow, deny = ([pattern.key for pattern in patterns] for patterns in (self._allow, self._deny))
+        owners = {authority: endpoint for endpoint in self._endpoints for authority in endpoint.authorities}
+        return Visible.made(allow, deny, ((one, self._road(owners[one])) for one in sorted(owners, key=precedence)))
+
+    def _road(self, origin: Endpoint) -> Road:
+        if self._endpoint is None:
+            return HIDDEN_ROAD
+        if origin is self._endpoint:
+            return Road()
+        rule = self._rules.between(origin.name, self._endpoint.name)
+        return HIDDEN_ROAD if rule is None else Road(tuple(map(uris.key, rule.allow)), tuple(map(uris.key, rule.deny)))
 
     def alike(self, authority: str) -> Hashable:
         """Returns the same for authorities that are alike: on one network, and not named by a pattern."""

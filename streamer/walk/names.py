@@ -185,7 +185,15 @@ def _rename_all(message: Message, rename: Rename, depth: int) -> bool:
         return changed
     if isinstance(message, UMessage):
         return _rename_inner(message, rename, depth)
+    if isinstance(message, ustreamer_pb2.TopicPattern):
+        name = message.topic.authority_name
+        message.topic.authority_name = _renamed_pattern(name, rename)
+        return message.topic.authority_name != name
     changed = False
+    if isinstance(message, ustreamer_pb2.VisibleTopics.Origin):
+        before = list(message.authorities)
+        message.authorities[:] = [_renamed_pattern(authority, rename) for authority in before]
+        changed = before != message.authorities
     if isinstance(message, ustreamer_pb2.RecordBatch):
         for index, record in enumerate(message.message):
             inner = UMessage.FromString(record)
@@ -200,6 +208,13 @@ def _rename_all(message: Message, rename: Rename, depth: int) -> bool:
         for part in parts:
             changed |= _rename_all(part, rename, depth)
     return changed
+
+
+def _renamed_pattern(authority: str, rename: Rename) -> str:
+    """A family is renamed as its members are."""
+    if not uris.is_family(authority):
+        return rename(authority)
+    return uris.WILDCARD_AUTHORITY + rename(f"x{authority[1:]}")[1:]
 
 
 def _rename_inner(message: UMessage, rename: Rename, depth: int) -> bool:

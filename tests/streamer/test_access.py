@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from history.log.log import Log
 from history.reading.subscriber import GaplessSubscriber, HistoryClient
+from history.records.visible import Visible
 from history.service.matches import Match
 from streamer.config import loads
 from streamer.walk.endpoint import Endpoint, Endpoints
@@ -300,7 +301,9 @@ async def test_a_service_inside_sees_all_and_nobody_outside_can_claim_to_be_one(
     async with InMemoryRpcClient(world.streamer.hosted, world.streamer.local) as inside:
         assert len(texts(await HistoryClient(inside, uris.uri("vehicle1", 4, 1)).poll())) == 6
     async with Caller(world, "vehicle", "vehicle1", 5) as claimed:
-        assert texts(await claimed.poll()) == []
+        with pytest.raises(UStatusError) as caught:
+            await claimed.poll()
+        assert caught.value.code == UCode.PERMISSION_DENIED
 
 
 async def test_a_subscriber_without_access_gets_the_error_and_stops_asking(make_world: MakeWorld) -> None:
@@ -329,6 +332,51 @@ def test_mistakes_in_access_are_reported_with_their_line(entry: str, words: str)
         loads(text)
     assert "config:6:" in caught.value.message
     assert words in caught.value.message
+
+
+async def test_where_nothing_may_be_read_every_question_is_refused_alike(
+    make_world: MakeWorld, publish: Publish
+) -> None:
+    """By an entry, by rules that lead nowhere, or since the caller is of no network that is known."""
+    world = await make_world(more=RECORD + RULES + f'[[access]]\ncallers = ["//cloud/9002/FF/0"]\ndeny = ["{ALL}"]\n')
+    await recorded(world, publish)
+    async with Caller(world, "cloud", "cloud", 0x9002) as denied:
+        for call in (
+            denied.poll(),
+            denied.poll(PollRequest(plan_records=1)),
+            denied.poll(PollRequest(topics=[uris.ANY, OPEN], latest=True, wait_ms=60_000)),
+            denied.describe(),
+            denied.logs([uris.pattern("vehicle1")]),
+        ):
+            with pytest.raises(UStatusError, match="let you read none of these topics") as caught:
+                await call
+            assert caught.value.code == UCode.PERMISSION_DENIED
+    async with Caller(world, "mcu", "mcu1") as mcu:
+        assert len(texts(await mcu.poll())) == 4
+        await world.streamer.remove_rule("vehicle", "mcu")
+        assert texts(await mcu.poll()) == [], "what comes from its own network it may read"
+
+
+async def test_a_caller_learns_what_it_may_read(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world(more=RECORD + RULES)
+    await recorded(world, publish)
+    async with Caller(world, "cloud", "cloud") as cloud, Caller(world, "mcu", "mcu1") as mcu:
+        described, planned = await cloud.describe(), await cloud.poll(PollRequest(plan_records=10))
+        assert described.visible == planned.visible
+        seen = Visible.of(described.visible)
+        assert [seen.sees(topic) for topic in (OPEN, SECRET, OF_CLOUD)] == [True, False, True]
+        assert not (await cloud.poll()).HasField("visible")
+        other = Visible.of((await mcu.describe()).visible)
+        assert [other.sees(topic) for topic in (OPEN, SECRET, OF_CLOUD)] == [True, True, False]
+        waiting = asyncio.create_task(
+            cloud.poll(PollRequest(plan_records=10, positions=planned.next, topics=[uris.ANY], wait_ms=60_000))
+        )
+        await world.until(lambda: world.streamer.history._waiting)
+        await world.streamer.remove_rule("vehicle", "cloud")
+        await world.streamer.add_rule(Rule("vehicle", "cloud"))
+        vehicle = await world.node("vehicle", "vehicle1")
+        await vehicle.send(publish(SECRET, "now to be read"))
+        assert Visible.of((await waiting).visible).sees(SECRET), "as of the rules by which it was answered"
 
 
 AUTHORITIES = ["vehicle1", "ecu1.vin1", "ecu2.vin1", "vehicle2", "cloud", "stranger"]
@@ -383,5 +431,65 @@ def test_what_is_seen_of_topics_that_are_alike_is_what_is_seen_of_each(
             assert match.withheld == log.stream_count - len(match.ids)
             whole = {source.authority_name for source in SOURCES if sight.sees_all(source.authority_name)}
             assert all(sight.sees(source, None) for source in SOURCES if source.authority_name in whole)
+
+    asyncio.run(run())
+
+
+WIDE = [
+    ("vehicle", ["vehicle1", "*.vin1"]),
+    ("other", ["vehicle2", "*.sub.vin1", "a.sub.vin1"]),
+    ("cloud", ["cloud", "ecu9.vin1"]),
+    ("rest", ["*"]),
+]
+SEEN = [
+    UUri(authority_name=authority, ue_id=ue_id, ue_version_major=1, resource_id=resource)
+    for authority in (*AUTHORITIES, "a.sub.vin1", "b.sub.vin1", "ecu9.vin1", "")
+    for ue_id in (0x8001, 0x1_8001)
+    for resource in (0x8001, 0x8002)
+]
+RULE_PATTERNS = [*NAMED, "//ecu2.vin1/FFFF8001/FF/FFFF", "//a.sub.vin1/FFFFFFFF/FF/FFFF"]
+ENTRY_PATTERNS = [*RULE_PATTERNS, *FAMILIES, "//*.sub.vin1/FFFFFFFF/FF/FFFF", "//*.vin1/FFFFFFFF/FF/FFFF"]
+rule_lists = st.none() | st.tuples(*[st.lists(st.sampled_from(RULE_PATTERNS), max_size=2)] * 2)
+entry_lists = st.none() | st.tuples(*[st.lists(st.sampled_from(ENTRY_PATTERNS), max_size=3)] * 2)
+
+
+@settings(deadline=None, max_examples=examples(300))
+@given(
+    st.permutations(WIDE),
+    st.integers(1, 4),
+    st.dictionaries(st.tuples(*[st.sampled_from([name for name, _ in WIDE])] * 2), rule_lists, max_size=8),
+    entry_lists,
+    st.sampled_from([*AUTHORITIES, ""]),
+)
+def test_visible_is_exactly_what_a_caller_sees(
+    endpoints: list[tuple[str, list[str]]],
+    count: int,
+    into: dict[tuple[str, str], tuple[list[str], list[str]] | None],
+    entry: tuple[list[str], list[str]] | None,
+    caller: str,
+) -> None:
+    async def run() -> None:
+        network = LocalNetwork()
+        known = Endpoints(
+            Endpoint(name, names, LocalTransport.on(network, LocalUriProvider(name, 1, 1)))
+            for name, names in endpoints[:count]
+        )
+        rules = Rules()
+        for (ingress, egress), lists in into.items():
+            if lists is not None:
+                rules.add(Rule(ingress, egress, *([uris.parse(text) for text in texts] for texts in lists)))
+        entries = []
+        if entry is not None:
+            allow, deny = (list(map(AccessPattern.parse, texts)) for texts in entry)
+            entries = [AccessEntry(allow=allow, deny=deny)]
+        sight = Access(known, rules, entries).of(UUri(authority_name=caller, ue_id=0x9001, ue_version_major=1))
+        visible = Visible.of(sight.visible.message)
+        assert [visible.sees(source) for source in SEEN] == [sight.sees(source, None) for source in SEEN]
+        assert visible == sight.visible == Visible.parse(visible.text)
+        assert visible.text == Visible.parse(visible.text).text == sight.visible.text
+        if visible.is_nothing:
+            assert not any(sight.sees(source, None) for source in SEEN)
+        for origin in visible.message.origins:  # as the proto says it: the first one that matches decides
+            assert origin.authorities
 
     asyncio.run(run())

@@ -524,6 +524,25 @@ def test_whatever_the_platform_services_carry_comes_back_as_it_went(key: Any, ad
     assert UPayload.of(back.decoded()).unpack(CARRIED[key]) == carried
 
 
+def test_what_a_caller_may_read_has_the_names_of_its_network() -> None:
+    names = Names("vin1", lambda authority: authority == "ecu1" or authority.endswith(".sub"))
+
+    def visible(*authorities: str) -> ustreamer_pb2.VisibleTopics:
+        topics = [UUri(authority_name=one, ue_id=1, ue_version_major=1, resource_id=0x8000) for one in authorities]
+        patterns = [ustreamer_pb2.TopicPattern(topic=topic) for topic in topics]
+        origin = ustreamer_pb2.VisibleTopics.Origin(authorities=authorities, allow=patterns, deny=patterns)
+        return ustreamer_pb2.VisibleTopics(allow=patterns, deny=patterns, origins=[origin])
+
+    carried = ustreamer_pb2.DescribeResponse(visible=visible("ecu1", "*.sub", "cloud", "*"))
+    response = UMessageBuilder.response(uris.parse("//ecu1/4/1/1"), APP, uuids.new()).with_ttl(1000)
+    message = EncodedMessage.of(response.build_from_upayload(UPayload.pack(carried)))
+    sent = names.leave(message)
+    outside = UPayload.of(sent.decoded()).unpack(ustreamer_pb2.DescribeResponse)
+    assert outside.visible == visible("ecu1.vin1", "*.sub.vin1", "cloud", "*")
+    back = names.arrived(Readdressed(message.attributes.source, message.attributes.sink), sent)
+    assert UPayload.of(back.decoded()).unpack(ustreamer_pb2.DescribeResponse) == carried
+
+
 @pytest.mark.parametrize("payload", [b"", b"\xff\xff\xff", b"\x0a\x7fshort"])
 def test_a_payload_that_is_no_such_thing_passes_as_it_is(payload: bytes) -> None:
     message = UMessageBuilder.request(
