@@ -226,10 +226,12 @@ class Decoder:
             return _UNREADABLE_KIND, bytes(_ID_BYTES), data
         attributes = message.attributes
         id = attributes.id.msb.to_bytes(8, "little") + b"\x11" + attributes.id.lsb.to_bytes(8, "little")
-        if attributes.HasField("traceparent"):
-            rows.traceparents[row] = attributes.traceparent
         attributes.ClearField("id")
-        if not is_shared(attributes):  # what differs in each message would fill the cache with kinds of one message
+        has_trace = attributes.HasField("traceparent")
+        if has_trace:
+            rows.traceparents[row] = attributes.traceparent
+        # what differs in each message would fill the cache with kinds of one message
+        if has_trace or not is_shared(attributes):
             for name in ("traceparent", "token", "reqid"):
                 attributes.ClearField(name)
             attributes.DiscardUnknownFields()
@@ -285,7 +287,7 @@ class _Rows:
             micros = np.where(without, np.where(has_created, created, self.appended) * 1_000, micros)
             source = np.where(without, np.where(has_created, _ID, _APPEND), source)
         if self.max_ahead_ms is not None:
-            latest = np.minimum(self.appended + self.max_ahead_ms, TIME_MS_MAX) * 1_000
+            latest = (self.appended + self.max_ahead_ms) * 1_000
             source = np.where(micros > latest, _BOUNDED, source)
             micros = np.minimum(micros, latest)
         return micros, source

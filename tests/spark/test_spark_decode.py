@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -259,6 +259,45 @@ def test_caches_do_not_change_the_result(parts: list[tuple[str, int, float | str
     assert repr(together) == repr(alone)  # a flipped bit may make a NaN, which is unlike itself
 
 
+def same_with_and_without_caches(whole: bytes, others: Iterable[bytes]) -> None:
+    decoder = Decoder()
+    for message in others:
+        decoded([whole], decoder=decoder)
+        behind, alone = decoded([message], decoder=decoder), decoded([message])
+        assert repr(behind.batch.to_pylist()) == repr(alone.batch.to_pylist()), message
+        assert behind.malformed == alone.malformed, message
+
+
+@pytest.mark.parametrize("value", [1.5, "xy", True, False])
+def test_a_damaged_message_behind_a_whole_one(value: float | str | bool) -> None:
+    """Caches have what the whole one contains."""
+    whole = drive.message(drive.SignalSample(drive.Signal("a", "v", 0x8000), 1_000, value)).SerializeToString()
+    flipped = (
+        whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :]
+        for place in range(len(whole))
+        for bit in range(8)
+    )
+    same_with_and_without_caches(whole, flipped)
+    same_with_and_without_caches(whole, (whole[:end] for end in range(len(whole))))
+
+
+DOUBLE, TRUE, STRING = b"\x19" + struct.pack("<d", 1.5), b"\x28\x01", b"\x22\x01x"
+ENDS_OF_SAMPLES = [
+    *(b"", DOUBLE, DOUBLE[:-1], DOUBLE + DOUBLE, DOUBLE + TRUE, DOUBLE + b"\xff", b"\x19"),
+    *(TRUE, b"\x28\x00", b"\x28\x02", b"\x28\x80\x01", TRUE + b"\x28\x00", TRUE + STRING, b"\x28"),
+    *(STRING, b"\x22\x00", b"\x22\x01\xff", b"\x22\x80\x01" + b"x" * 127, b"\x22\x80\x01" + b"x" * 128, b"\x22"),
+    *(STRING + STRING, b"\x12\x00" + TRUE, b"\x0a\x01b" + TRUE, b"\x30\x01" + TRUE),
+]
+
+
+def test_ends_of_samples_behind_a_whole_one() -> None:
+    begin = Sample(path="a", time=Timestamp(seconds=1)).SerializeToString()
+    whole, *others = (
+        published(UPayload(begin + end, PROTOBUF)).SerializeToString() for end in (DOUBLE, *ENDS_OF_SAMPLES)
+    )
+    same_with_and_without_caches(whole, others)
+
+
 def test_more_topics_than_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spark_ingest.decode.ROUTES_CACHED_MAX", 3)
     decoder = Decoder()
@@ -267,6 +306,7 @@ def test_more_topics_than_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> No
         messages = [UMessageBuilder.publish(topic).build().SerializeToString() for topic in topics]
         made = decoded(messages, decoder=decoder).batch
         assert made["topic"].to_pylist() == [uris.format(topic) for topic in topics]
+        assert len(decoder._known) == len(topics) + 1
 
 
 def test_each_row_has_its_epoch() -> None:
@@ -316,7 +356,7 @@ def encoded_messages(draw: st.DrawFn) -> bytes:
             getattr(attributes, name).CopyFrom(draw(values))
     for name, numbers_or_texts in {
         "ttl": st.integers(0, 2**32 - 1),
-        "permission_level": st.integers(0, 2**32 - 1),
+        "permission_level": st.integers(0, 2**32 - 1) | st.sampled_from([2**31 - 1, 2**31]),
         "token": st.text(max_size=9),
         "traceparent": st.just(TRACEPARENT) | st.text(max_size=9),
     }.items():
@@ -365,11 +405,13 @@ def test_a_priority_is_its_class(name: str) -> None:
     assert row(message)["priority"] == name
 
 
-def test_a_traceparent_in_each_message_does_not_fill_the_cache() -> None:
+def test_what_differs_in_each_message_does_not_fill_the_cache() -> None:
     messages = []
     for number in range(50):
         message = published(UPayload(b"x", TEXT))
         message.attributes.traceparent = f"00-{number:032x}-b7ad6b7169203331-01"
+        message.attributes.token = str(number)
+        message.attributes.reqid.msb = number
         messages += [message.SerializeToString(), published(UPayload(b"y", TEXT)).SerializeToString()]
     decoder = Decoder()
     made = decoded(messages, decoder=decoder).batch
@@ -425,7 +467,7 @@ def test_wrapped_integers_are_exact(case: tuple[Any, int]) -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["", "a", "Vehicle.OBD.Speed", "é" * 70]),
+            st.sampled_from(["", "a", "Vehicle.OBD.Speed", "é" * 70, "x" * 300]),
             st.none() | st.builds(Timestamp, seconds=st.integers(-3, 3), nanos=st.sampled_from([0, 1_999])),
             st.one_of(st.none(), st.floats(), st.text(max_size=200), st.booleans()),
         ),
