@@ -1,262 +1,90 @@
-"""A streamer's history for callers without an event loop: Spark's driver and its tasks.
+"""Histories for callers without an event loop: Spark's planner and its tasks.
 
-caller's thread --submit--> event loop in a thread: transport, RPC client, HistoryClient
-describe | hold | wait | read(range): the next Poll is sent while the caller decodes the previous answer
-                            event loop: renews the consumer's lease between calls
+caller's thread --run--> event loop in a thread: transport, RPC client, one HistoryClient for each streamer
+shared(options): tasks of one worker use one session after the other; it is closed some time after the last one
+read(range): the next Poll is under way while the caller decodes the answer before
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Annotated, Any, Final, Literal, Self, TypeVar
+from typing import Any, Final, TypeVar
 
 import structlog
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic.alias_generators import to_camel
 
-from history.reading.subscriber import HistoryClient
+from history.reading.client import HistoryClient
 from history.records import witness
 from history.records.witness import Known
-from spark_ingest import epochs, offsets
-from spark_ingest.epochs import FrontierRecord
-from spark_ingest.offsets import LogLoss, Offset, Offsets, Range
+from spark_ingest.offsets import LogLoss, Range
+from spark_ingest.options import Options
 from transports import plugin
 from uprotocol import uri as uris
+from uprotocol.cache import Cache
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer import ids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import LogState, PollRequest, PollResponse, Position, RecordBatch
-from uprotocol.status import UStatusError, invalid
-from uprotocol.transport import LocalUriProvider
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollRequest, PollResponse, Position, RecordBatch
+from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.umessage_pb2 import UMessage
 
-OWN_UE_TYPE: Final = 0x8004  # free for applications; each task has its own instance and so gets only its own replies
+OWN_UE_TYPE: Final = 0x8004  # free for applications; each session has its own instance and so gets only its own replies
 CONNECT_TIMEOUT_S: Final = 30  # enough for a distant broker with TLS
 GRACE_S: Final = 2  # added to the timeout of a call before its thread is given up
 AWAY_MAX_S: Final = 120  # enough for a restart with a large log; then the task fails
 RETRY_S: Final = 0.2
 POLL_RECORDS_MAX: Final = 10_000  # one Arrow batch: 100 bytes each make 1 MB, which every transport carries
+SESSION_IDLE_S: Final = 60.0  # as long as Spark keeps an idle Python worker
+SOURCES_CACHED_MAX: Final = 10_000
 
 T = TypeVar("T")
+OnLoss = Callable[[LogLoss, str], None]
+"""Called with a loss and the authority of its streamer; may raise."""
+OnRangeLoss = Callable[[LogLoss, Range], None]
+
 log = structlog.get_logger()
 
 
-def _topics(given: object) -> object:
-    return tuple(text.strip() for text in given.split(",") if text.strip()) if isinstance(given, str) else given
-
-
-def _settings(given: object) -> object:
-    try:
-        return json.loads(given) if isinstance(given, str) else given
-    except ValueError as error:
-        raise ValueError(f"expected a JSON object, got {given!r}: {error}") from None
-
-
-class Options(BaseModel):
-    """The options of the source; in Spark in camel case (localAuthority for local_authority), case-insensitive."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True)
-
-    transport: str
-    """name of a transport plugin"""
-    transport_config: Annotated[dict[str, Any], BeforeValidator(_settings)] = {}
-    """its settings; as an option, JSON"""
-    authority: str
-    """authority of the streamer; its history service is `up://AUTHORITY/4/1/...`"""
-    local_authority: str
-    """our own authority, one of our network; each task uses a uEntity instance of its own, so that it gets only its
-    replies"""
-    topics: Annotated[tuple[str, ...], BeforeValidator(_topics)] = ()
-    """UUri patterns, in a Spark option separated by commas; empty: all recorded topics"""
-    starting_offsets: str = offsets.EARLIEST
-    """of a new query: `earliest`, `latest`, or JSON `{"INCARNATION": SEQ}` to read everything after SEQ; also an offset
-    from a checkpoint"""
-    max_records_per_batch: int = Field(default=100_000, ge=1)
-    """of one micro-batch, counted in seqs; records of topics that are not read count too"""
-    fail_on_data_loss: bool = True
-    """true: a gap ends the query with an error that has its bounds; false: the gap is logged"""
-    consumer: str = ""
-    """name of the cursor that keeps records from retention; each query needs its own. Default: derived from the
-    options; the job derives it from its checkpoint"""
-    epochs: Literal["all", "complete"] = "all"
-    """`complete`: a micro-batch contains only whole epochs, of topics that have epochs; those open at its end wait.
-    If one cannot be whole, the column `epoch_incomplete` has the reason"""
-    epoch_timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False)
-    """seconds without a frontier from the keeper of a waiting epoch, after which its records are delivered as
-    incomplete; must be longer than an epoch"""
-    poll_timeout_ms: int = Field(default=10_000, ge=100, le=600_000)
-    """time-out of one call to the history"""
-
-    @model_validator(mode="after")
-    def _can_be_asked(self) -> Self:
-        for authority in (self.authority, self.local_authority):
-            LocalUriProvider(authority, ids.ENTITY, ids.VERSION)
-        for topic in self.topics:
-            uris.parse(topic)
-        offsets.parse(self.starting_offsets)
-        return self
-
-    @classmethod
-    def of(cls, given: Mapping[str, str]) -> Options:
-        """From Spark's options. Raises UStatusError(INVALID_ARGUMENT) with the reason."""
-        names = {to_camel(name).lower(): to_camel(name) for name in cls.model_fields}
-        unknown = sorted(key for key in given if key.lower() not in names)
-        if unknown:
-            raise invalid(
-                f"format uprotocol: unknown option {', '.join(map(repr, unknown))}; known: {', '.join(names.values())}"
-            )
-        try:
-            return cls.model_validate({names[key.lower()]: value for key, value in given.items()})
-        except (ValidationError, UStatusError) as error:
-            why = error.message if isinstance(error, UStatusError) else plugin.explain(error)
-            raise invalid(f"format uprotocol: {why}") from None
-
-    @property
-    def consumer_name(self) -> str:
-        """`consumer`, or a name derived from both authorities and the topics."""
-        if self.consumer:
-            return self.consumer
-        digest = hashlib.sha256(json.dumps([self.local_authority, self.authority, self.topics]).encode())
-        return f"spark-{digest.hexdigest()[:16]}"
-
-
-class History:
-    """A connection to one streamer's history. A call opens it if it was not opened yet, was closed or has failed."""
+class HistorySession:
+    """One connection, on an event loop in a thread, to the histories of all streamers of a network. Opened by the first
+    call. After a failure of most streamers it is opened anew, since then the network is what failed."""
 
     def __init__(self, options: Options) -> None:
-        self._options = options
-        self._service = ids.at(options.authority)
-        self._topics = [uris.parse(topic) for topic in options.topics]  # their records become rows
-        self._wanted = self._topics  # and those of the frontiers
-        if self._topics and options.epochs == "complete":
-            self._wanted = [*self._topics, *epochs.TOPICS]
+        self.options = options
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._opened = contextlib.AsyncExitStack()  # transport and RPC client
-        self._client: HistoryClient | None = None
-        self._renewal: asyncio.Task[None] | None = None
+        self._opened = contextlib.AsyncExitStack()
+        self._rpc: InMemoryRpcClient | None = None
+        self._opening: asyncio.Lock | None = None
+        self._clients: dict[str, HistoryClient] = {}
+        self._failed: set[str] = set()  # authorities, since any of them has answered
+        self.on_open: list[Callable[[UTransport, LocalUriProvider], Coroutine[Any, Any, None]]] = []
 
-    def describe(self) -> list[LogState]:
-        """The present logs; `newest_match_seq` is of the wanted topics. Raises UStatusError, retryable if the streamer
-        is away."""
-        return self._call(lambda client: client.logs(self._wanted))
+    # -- from any thread
 
-    def prove(self, seqs: Offsets, known: Mapping[str, Known]) -> tuple[dict[str, Known], dict[str, LogLoss]]:
-        """Returns digests of records up to `seqs`, which identify each log, and the logs that contradict `known`."""
-        if not seqs:
-            return {}, {}
-        asked = _at(self._wanted, Offset(seqs, dict(known)))
-        response = self._call(lambda client: client.poll(asked))
-        learned = {
-            begin.incarnation.hex(): witness.learn(known.get(begin.incarnation.hex(), {}), begin)
-            for begin in response.begin
-            if begin.incarnation.hex() in seqs
-        }
-        return learned, {loss.incarnation: loss for loss in _losses(response) if loss.went_back}
-
-    def hold(self, acked: Offset) -> None:
-        """Set the consumer's cursor, so that the history keeps records after `acked`. Renew its lease until `close`.
-
-        `acked` must name every log, with 0 if nothing was read: the records of a log that is not named are not kept.
-        """
-        request = _at(self._wanted, acked)
-        request.consumer = self._options.consumer_name
-        request.acked.extend(request.positions)
-
-        async def hold(client: HistoryClient) -> None:
-            lease_ms = (await client.poll(request)).lease_ms
-            if self._renewal is not None:
-                self._renewal.cancel()
-            self._renewal = asyncio.create_task(self._renew(request, lease_ms)) if lease_ms else None
-
-        self._call(hold)
-
-    def wait(self, start: Offset, wait_ms: int) -> None:
-        """Wait until there are records after `start`, at most `wait_ms`."""
-        asked = PollRequest(topics=self._wanted, positions=_positions(start), earliest=True, max_records=1)
-        asked.wait_ms = wait_ms
-        self._call(lambda client: client.poll(asked))
-
-    def snapshot(self, seqs: Offsets) -> list[FrontierRecord]:
-        """Returns the latest frontier of each keeper at these positions."""
-        asked = _at(epochs.TOPICS, Offset(seqs))
-        return list(epochs.frontier_records(self._call(lambda client: client.frontiers(asked))))
-
-    def frontiers(self, range: Range) -> tuple[list[FrontierRecord], bool]:
-        """Returns the frontiers in `range`, and whether any of them are lost."""
-        found: list[FrontierRecord] = []
-        position, known, is_lossy = range.after, dict(range.known), False
-        while position < range.until:
-            response = self._wait(self._ask(epochs.TOPICS, range, position, known))
-            losses = [loss for loss in _losses(response, range) if loss.after < range.until]
-            is_lossy = is_lossy or bool(losses)
-            found += epochs.frontier_records(
-                one for one in response.batches if one.incarnation.hex() == range.incarnation
-            )
-            before, position = position, _next(response, range, position, lambda _: None)
-            if position == before:
-                break
-        return found, is_lossy or position < range.until
-
-    def read(self, range: Range, on_loss: Callable[[LogLoss], None]) -> Iterator[RecordBatch]:
-        """The matching records of `range`, in log order; the same ones at each call, while the history has them.
-
-        Calls `on_loss` with each loss; it may raise. If the streamer is away, tries again for AWAY_MAX_S, then raises
-        UStatusError(UNAVAILABLE). If the log went back, yields the records that it has in this range now.
-        """
-        position, known, deadline = range.after, dict(range.known), time.monotonic() + AWAY_MAX_S
-        is_back = False
-        ahead: Future[PollResponse] | None = None
+    def run(self, call: Coroutine[Any, Any, T], limit_s: float | None = None) -> T:
+        """Run `call` on the loop and return its result. Raises DEADLINE_EXCEEDED after `limit_s`."""
+        future = self.submit(call)
         try:
-            while position < range.until:
-                try:
-                    response, ahead = self._wait(ahead or self._ask(self._topics, range, position, known)), None
-                except UStatusError as error:
-                    ahead = None
-                    if not error.retryable or time.monotonic() > deadline:
-                        raise
-                    who = self._options.authority
-                    log.warning("the streamer is away; trying again", authority=who, error=str(error))
-                    time.sleep(RETRY_S)
-                    continue
-                # `next` names every log of the streamer
-                if all(position.incarnation.hex() != range.incarnation for position in response.next):
-                    on_loss(LogLoss(range.incarnation, position, 0))
-                    return
-                back = next((loss for loss in _losses(response, range) if loss.went_back), None)
-                if back is not None:
-                    if is_back:
-                        return  # it ends before this range
-                    on_loss(back)
-                    is_back, known = True, {}
-                    continue  # the records of this answer may begin before the range
-                before = position
-                position = _next(response, range, position, on_loss)
-                if position == before:
-                    if is_back:
-                        return
-                    if time.monotonic() > deadline:
-                        what = f"expected records after {before} of {range}, got none for {AWAY_MAX_S} s"
-                        raise UStatusError(UCode.UNAVAILABLE, what)
-                    time.sleep(RETRY_S)
-                    continue
-                deadline = time.monotonic() + AWAY_MAX_S
-                if position < range.until:
-                    ahead = self._ask(self._topics, range, position, known)
-                yield from (
-                    batch for batch in response.batches if batch.incarnation.hex() == range.incarnation and batch.seq
-                )
-        finally:
-            if ahead is not None:
-                ahead.cancel()
+            return future.result(limit_s)
+        except TimeoutError:
+            future.cancel()
+            raise UStatusError(UCode.DEADLINE_EXCEEDED, f"no answer within {limit_s:g} s") from None
+
+    def submit(self, call: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="uprotocol-history", daemon=True)
+            self._thread.start()
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def close(self) -> None:
         """Close the connection and end the thread. May be called twice."""
@@ -264,107 +92,284 @@ class History:
         if loop is None or thread is None:
             return
         with contextlib.suppress(UStatusError, TimeoutError):
-            closing = asyncio.run_coroutine_threadsafe(self._close(), loop)
-            closing.result(self._options.poll_timeout_ms / 1000 + GRACE_S)
+            self.submit(self.shut()).result(self.call_limit_s)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
-        self._loop = self._thread = self._client = None
+        self._loop = self._thread = None
 
-    def _ask(self, topics: Iterable[UUri], range: Range, after: int, known: Known) -> Future[PollResponse]:
-        incarnation = bytes.fromhex(range.incarnation)
-        request = PollRequest(
-            topics=topics,
-            positions=[witness.position(incarnation, after, known)],
-            until=[Position(incarnation=incarnation, seq=range.until)],
-            latest=True,  # no records of other logs
-            max_records=POLL_RECORDS_MAX,
-        )
-        return self._submit(lambda client: client.poll(request))
+    @property
+    def call_limit_s(self) -> float:
+        """The longest time that one call may take, a new connection included."""
+        return CONNECT_TIMEOUT_S + self.options.poll_timeout_ms / 1000 + GRACE_S
 
-    def _call(self, call: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> T:
-        return self._wait(self._submit(call))
+    # -- on the loop
 
-    def _submit(self, call: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> Future[T]:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="uprotocol-history", daemon=True)
-            self._thread.start()
-        return asyncio.run_coroutine_threadsafe(self._run(call), self._loop)
+    async def shut(self) -> None:
+        self._clients.clear()
+        self._failed.clear()
+        self._rpc = None
+        opened, self._opened = self._opened, contextlib.AsyncExitStack()
+        await opened.aclose()
 
-    def _wait(self, future: Future[T]) -> T:
-        """Returns the answer. After a failure that may pass, the next call opens a new connection."""
-        limit_s = CONNECT_TIMEOUT_S + self._options.poll_timeout_ms / 1000 + GRACE_S
+    async def call(self, authority: str, ask: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> T:
+        """Ask the history of `authority`. Raises UStatusError, which names the authority."""
+        client = self._clients.get(authority) or await self._client(authority)
         try:
-            return future.result(limit_s)
-        except TimeoutError:
-            future.cancel()
-            self.close()
-            why = f"no answer from {self._options.authority} within {limit_s:g} s"
-            raise UStatusError(UCode.DEADLINE_EXCEEDED, why) from None
+            answer = await ask(client)
         except UStatusError as error:
-            if error.retryable:
-                self.close()
+            code = UCode.UNAVAILABLE if error.code == UCode.CANCELLED else error.code  # the session was opened anew
+            failed = UStatusError(code, f"{authority}: {error.message}")
+            if failed.retryable and self._clients.get(authority) is client:
+                self._failed.add(authority)
+                if 2 * len(self._failed) > len(self._clients):
+                    await self.shut()
+            raise failed from None
+        self._failed.clear()
+        return answer
+
+    async def open(self) -> InMemoryRpcClient:
+        """Open the connection, if it is not. Raises UStatusError."""
+        if self._opening is None:
+            self._opening = asyncio.Lock()
+        async with self._opening:
+            if self._rpc is None:
+                self._rpc = await self._opened_rpc()
+            return self._rpc
+
+    async def _client(self, authority: str) -> HistoryClient:
+        client = HistoryClient(await self.open(), ids.at(authority), timeout_ms=self.options.poll_timeout_ms)
+        return self._clients.setdefault(authority, client)
+
+    async def _opened_rpc(self) -> InMemoryRpcClient:
+        options = self.options
+        instance = 1 + int.from_bytes(os.urandom(4), "big") % 0xFFFE  # neither 0 nor the wildcard
+        local = LocalUriProvider(options.local_authority, instance << 16 | OWN_UE_TYPE, 1)
+        transport = plugin.create(options.transport, options.transport_config, local)
+        self._opened.push_async_callback(transport.close)  # also if `open` fails halfway
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await transport.open()
+                rpc = await self._opened.enter_async_context(InMemoryRpcClient(transport, local))
+                for opened in self.on_open:
+                    await opened(transport, local)
+        except TimeoutError:
+            await self.shut()
+            why = f"no connection over {options.transport} in {CONNECT_TIMEOUT_S} s"
+            raise UStatusError(UCode.UNAVAILABLE, why) from None
+        except BaseException:
+            await self.shut()
             raise
+        return rpc
 
-    async def _run(self, call: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> T:
-        if self._client is None:
-            options = self._options
-            instance = 1 + int.from_bytes(os.urandom(4), "big") % 0xFFFE  # neither 0 nor the wildcard
-            local = LocalUriProvider(options.local_authority, instance << 16 | OWN_UE_TYPE, 1)
-            transport = plugin.create(options.transport, options.transport_config, local)
-            self._opened.push_async_callback(transport.close)  # also if `open` fails halfway
-            try:
-                async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    await transport.open()
-                    rpc = await self._opened.enter_async_context(InMemoryRpcClient(transport, local))
-            except TimeoutError:
-                why = f"no connection over {options.transport} in {CONNECT_TIMEOUT_S} s"
-                raise UStatusError(UCode.UNAVAILABLE, why) from None
-            self._client = HistoryClient(rpc, self._service, timeout_ms=options.poll_timeout_ms)
-        return await call(self._client)
 
-    async def _renew(self, request: PollRequest, lease_ms: int) -> None:
-        """Renew the lease of the latest `hold`: Spark may make no call for the length of a trigger."""
-        while True:
-            await asyncio.sleep(lease_ms / 3000)
+# -- sessions of tasks
+
+
+class _Shared:
+    """The sessions of this process that are kept between tasks, each with the time of its last use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process = 0
+        self._idle: dict[str, list[tuple[HistorySession, float]]] = {}
+
+    def take(self, options: Options) -> HistorySession:
+        key = _key(options)
+        with self._lock:
+            if self._process != os.getpid():  # a forked worker has no threads of its parent
+                self._process, self._idle = os.getpid(), {}
+            idle = self._idle.get(key, [])
+            if idle:
+                session, _ = idle.pop()
+                session.options = options
+                return session
+        return HistorySession(options)
+
+    def give(self, session: HistorySession) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._idle.setdefault(_key(session.options), []).append((session, now))
+        timer = threading.Timer(SESSION_IDLE_S, self._close_idle)
+        timer.daemon = True
+        timer.start()
+
+    def _close_idle(self) -> None:
+        since, closing = time.monotonic() - SESSION_IDLE_S + 0.1, list[HistorySession]()
+        with self._lock:
+            for key, idle in list(self._idle.items()):
+                closing += [session for session, used in idle if used <= since]
+                self._idle[key] = [one for one in idle if one[1] > since]
+        for session in closing:
+            session.close()
+
+
+def _key(options: Options) -> str:
+    return json.dumps([options.transport, options.transport_config, options.local_authority], sort_keys=True)
+
+
+_SHARED: Final = _Shared()
+
+
+@contextlib.contextmanager
+def shared(options: Options) -> Iterator[HistorySession]:
+    """A session that the tasks of this process use one after the other. It is closed when it has been idle for
+    SESSION_IDLE_S."""
+    session = _SHARED.take(options)
+    try:
+        yield session
+    except BaseException:
+        session.close()
+        raise
+    _SHARED.give(session)
+
+
+# -- reading
+
+
+def read(session: HistorySession, ranges: Iterable[Range], on_loss: OnRangeLoss) -> Iterator[tuple[Range, RecordBatch]]:
+    """The matching records of each range, in log order; the same ones at each call, while the histories have them.
+
+    Calls `on_loss` with each loss. If a streamer is away, tries again for AWAY_MAX_S, then raises
+    UStatusError(UNAVAILABLE). If a log went back, yields the records that it has in this range now.
+    """
+    reading = [_Reading(session, one, on_loss) for one in ranges]
+    try:
+        for one, following in zip(reading, [*reading[1:], None], strict=True):
+            one.ask()
+            if following is not None:
+                following.ask()
+            for batch in one.batches():
+                if one.range.delivered:
+                    batch = _without_delivered(batch, one.range)
+                if batch.seq:
+                    yield one.range, batch
+    finally:
+        for one in reading:
+            one.cancel()
+
+
+class _Reading:
+    """Reads one range."""
+
+    def __init__(self, session: HistorySession, range: Range, on_loss: OnRangeLoss) -> None:
+        self._session, self.range, self._on_loss = session, range, on_loss
+        self._topics = [uris.parse(topic) for topic in range.topics]
+        self._position, self._known = range.after, dict(range.known)
+        self._ahead: Future[PollResponse] | None = None
+
+    def ask(self) -> None:
+        """Send the next Poll, unless it is under way."""
+        if self._ahead is None:
+            asked = range_poll(self._topics, self.range, self._position, self._known)
+            call = self._session.call(self.range.authority, lambda client: client.poll(asked))
+            self._ahead = self._session.submit(call)
+
+    def cancel(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
+
+    def _answer(self) -> PollResponse:
+        self.ask()
+        assert self._ahead is not None, "it was just asked"
+        ahead, self._ahead = self._ahead, None
+        limit_s = self._session.call_limit_s
+        try:
+            return ahead.result(limit_s)
+        except TimeoutError:
+            ahead.cancel()
+            why = f"no answer from {self.range.authority} within {limit_s:g} s"
+            raise UStatusError(UCode.DEADLINE_EXCEEDED, why) from None
+
+    def batches(self) -> Iterator[RecordBatch]:
+        range, is_back, deadline = self.range, False, time.monotonic() + AWAY_MAX_S
+        while self._position < range.until:
             try:
-                if self._client is not None:
-                    await self._client.poll(request)
+                response = self._answer()
             except UStatusError as error:
-                log.warning("the consumer's lease could not be renewed", consumer=request.consumer, error=str(error))
-                if error.code == UCode.PERMISSION_DENIED:
-                    return  # another consumer has taken the name: the next batch will report it
+                if not error.retryable or time.monotonic() > deadline:
+                    raise
+                log.warning("the streamer is away; trying again", authority=range.authority, error=str(error))
+                time.sleep(RETRY_S)
+                continue
+            # `next` names every log of the streamer
+            if all(position.incarnation.hex() != range.incarnation for position in response.next):
+                self._lost(LogLoss(range.incarnation, self._position, 0, Gap.REASON_INCARNATION))
+                return
+            back = next((loss for loss in losses(response, self._known, range.incarnation) if loss.went_back), None)
+            if back is not None:
+                if is_back:
+                    return  # it ends before this range
+                self._lost(back)
+                is_back, self._known = True, {}
+                continue  # the records of this answer may begin before the range
+            before, self._position = self._position, self._next(response)
+            if self._position == before:
+                if is_back:
+                    return
+                if time.monotonic() > deadline:
+                    what = f"expected records after {before} of {range}, got none for {AWAY_MAX_S} s"
+                    raise UStatusError(UCode.UNAVAILABLE, what)
+                time.sleep(RETRY_S)
+                continue
+            deadline = time.monotonic() + AWAY_MAX_S
+            if self._position < range.until:
+                self.ask()
+            yield from (batch for batch in response.batches if batch.incarnation.hex() == range.incarnation)
 
-    async def _close(self) -> None:
-        if self._renewal is not None:
-            self._renewal.cancel()
-            await asyncio.wait([self._renewal])
-            self._renewal = None
-        await self._opened.aclose()
+    def _next(self, response: PollResponse) -> int:
+        """Returns the seq after which to read on; reports the losses of `response`."""
+        range, after = self.range, self._position
+        position = max([after, *(one.seq for one in response.next if one.incarnation.hex() == range.incarnation)])
+        for loss in losses(response, self._known, range.incarnation):
+            if loss.after < range.until:
+                low, high = max(loss.after, after), min(loss.before, range.until + 1)
+                self._lost(LogLoss(range.incarnation, low, high, loss.reason))
+                position = max(position, loss.before - 1)
+        return position
+
+    def _lost(self, loss: LogLoss) -> None:
+        self._on_loss(loss, self.range)
 
 
-def _next(response: PollResponse, range: Range, after: int, on_loss: Callable[[LogLoss], None]) -> int:
-    """Returns the seq after which to read on; reports the losses of `response`."""
-    position = max([after, *(one.seq for one in response.next if one.incarnation.hex() == range.incarnation)])
-    for loss in _losses(response, range):
-        if loss.after < range.until:
-            on_loss(LogLoss(range.incarnation, max(loss.after, after), min(loss.before, range.until + 1)))
-            position = max(position, loss.before - 1)
-    return position
+def range_poll(topics: Iterable[Any], range: Range, after: int, known: Known) -> PollRequest:
+    """Returns the poll that reads on in `range`."""
+    incarnation = bytes.fromhex(range.incarnation)
+    return PollRequest(
+        topics=topics,
+        positions=[witness.position(incarnation, after, known)],
+        until=[Position(incarnation=incarnation, seq=range.until)],
+        latest=True,  # no records of other logs
+        max_records=POLL_RECORDS_MAX,
+    )
 
 
-def _losses(response: PollResponse, range: Range | None = None) -> Iterator[LogLoss]:
-    """The losses in an answer, of all logs or of the log of `range`."""
-    losses = (LogLoss(gap.incarnation.hex(), gap.after_seq, gap.before_seq) for gap in response.gaps)
-    return (loss for loss in losses if range is None or loss.incarnation == range.incarnation)
+def losses(response: PollResponse, known: Known, incarnation: str) -> Iterator[LogLoss]:
+    """The losses of one log in an answer. `known`: digests of its records that were sent."""
+    for gap in response.gaps:
+        if gap.incarnation.hex() == incarnation:
+            is_beyond = not any(seq >= gap.before_seq for seq in known)
+            yield LogLoss(incarnation, gap.after_seq, gap.before_seq, gap.reason, is_beyond)
 
 
-def _positions(offset: Offset) -> list[Position]:
-    return [witness.position(bytes.fromhex(name), seq, offset.known.get(name, {})) for name, seq in offset.seqs.items()]
-
-
-def _at(topics: Iterable[UUri], offset: Offset) -> PollRequest:
-    """A poll that reads nothing: it ends where it begins."""
-    at = _positions(offset)
-    return PollRequest(topics=topics, positions=at, until=at, latest=True, max_records=1)
+def _without_delivered(batch: RecordBatch, range: Range) -> RecordBatch:
+    """Returns the records of a batch that were not delivered before."""
+    seen: Cache[bytes, int] = Cache(SOURCES_CACHED_MAX)  # by source: up to which seq it was delivered
+    chosen = list[int]()
+    for index, (seq, data) in enumerate(zip(batch.seq, batch.message, strict=True)):
+        attributes: UAttributes = UMessage.FromString(data).attributes
+        key = attributes.source.SerializeToString()
+        until = seen.get(key)
+        if until is None:
+            source = attributes.source
+            until = max((seq for coverage, seq in range.delivered if coverage.has(source)), default=0)
+            seen[key] = until
+        if seq > until:
+            chosen.append(index)
+    if len(chosen) == len(batch.seq):
+        return batch
+    made = RecordBatch(incarnation=batch.incarnation, origin_incarnation=batch.origin_incarnation, epochs=batch.epochs)
+    for column in ("seq", "prev_seq", "time_ms", "message", "origin", "origin_seq", "epoch"):
+        values = getattr(batch, column)
+        getattr(made, column).extend([values[index] for index in chosen] if values else [])
+    return made

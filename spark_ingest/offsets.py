@@ -1,91 +1,129 @@
-"""Offsets: how far Spark has read each log of a streamer. Pure.
+"""Offsets: how far a query has read the logs of each history. Pure.
 
-start {log: seq} --advance(logs, limit)--> end {log: seq} --split--> [Range(log, after, until), ...]   one per task
-                          |
-                          +-- lost(start, logs): logs that no longer exist
-                              (losses by retention are reported when the range is read)
+Offset: name of the query --> {authority: HistoryOffset}       Spark stores it in its checkpoint, as JSON
+HistoryOffset: {log: seq}, digests, which topics that covers --> covering(wanted): topics were added --> Backfill
+start, end --ranges--> [Range(authority, log, after, until)] --divide--> partitions: ranges of about equal size
 
-A log is named by its incarnation in hex. A seq of 0 (before the first record) is left out, as are logs without wanted
-topics. So a log without wanted records is not in a checkpoint, and its end is no loss.
+A log is named by its incarnation in hex. A seq of 0 (before the first record) is left out.
 
-Spark stores Offset in its checkpoint, as JSON: the seqs, digests of records that identify a log, and with whole epochs
-the gates.
+A seq covers the topics of its Coverage: those that match the patterns and that the caller could read. If more topics
+are wanted than that, the query goes on at its seqs with the wanted ones, and a Backfill reads what it has not read of
+them up to there. What was covered before and no longer is stays in `past`, so that it is not read twice if it is wanted
+again.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from history.records.witness import Known, up_to
+from history.records.visible import Visible
+from history.records.witness import Known, learn, up_to
 from spark_ingest import epochs
 from spark_ingest.epochs import Gates
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import LogState
-from uprotocol.status import invalid
+from uprotocol import uri as uris
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, LogPlan
+from uprotocol.status import UStatusError, invalid
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
 
 EARLIEST: Final = "earliest"
 LATEST: Final = "latest"
-PARTITION_RECORDS_MIN: Final = 20_000  # one task reads fewer before a second one has started
-PARTITIONS_MAX: Final = 16  # of one log and batch; each opens a connection to the streamer
-EPOCHS: Final = "epochs"  # key in the JSON, beside the logs
+SEQ_MAX: Final = (1 << 63) - 1
+VERSION: Final = 2  # of the JSON; version 1 had one history, without a version
+EPOCHS: Final = "epochs"  # key in the JSON of a history, beside the logs
+PAST_MAX: Final = 16  # earlier coverages of one history
+RANGES_MAX: Final = 64  # in one partition: each costs a call, and they are read one after the other
 _INCARNATION = re.compile(r"[0-9a-f]{32}")
 
-Offsets = dict[str, int]
+LogSeqs = dict[str, int]
+"""By log. Missing: 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """The topics that a seq covers: they match one of `topics` (UUri patterns; empty: all) and were visible to the
+    caller (`Visible` as text; empty: not known)."""
+
+    topics: tuple[str, ...] = ()
+    visible: str = ""
+
+    def has(self, source: UUri) -> bool:
+        patterns = _parsed(self.topics)
+        is_wanted = not patterns or any(uris.matches(pattern, source) for pattern in patterns)
+        return is_wanted and (not self.visible or _visible(self.visible).sees(source))
+
+    def is_part_of(self, other: Coverage) -> bool:
+        """Returns True if `other` surely has all of its topics."""
+        is_part = not other.topics or (bool(self.topics) and {*self.topics} <= {*other.topics})
+        return self.visible == other.visible and is_part
+
+    def added(self, before: Coverage) -> tuple[str, ...] | None:
+        """Returns patterns of all topics that `before` does not have, and perhaps others; None: no topic was added."""
+        if before.visible and self.visible != before.visible:
+            return self.topics
+        added = tuple(topic for topic in self.topics if topic not in before.topics)
+        if not before.topics or (self.topics and not added):
+            return None
+        return added
+
+    def json(self) -> list[Any]:
+        return [list(self.topics), self.visible]
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(topics: tuple[str, ...]) -> tuple[UUri, ...]:
+    return tuple(map(uris.parse, topics))
+
+
+@functools.lru_cache(maxsize=256)
+def _visible(text: str) -> Visible:
+    return Visible.parse(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """Records of `coverage` up to `seqs` were delivered."""
+
+    coverage: Coverage
+    seqs: LogSeqs
+
+
+@dataclass(frozen=True, slots=True)
+class Backfill:
+    """Reads the records after `done`, up to `until`, of topics that were added when the query was at `until`.
+
+    `topics`: patterns that are asked for; `delivered`: what must not be delivered again. One that is over is in the
+    offset of the batch that reads its last records, and in no later one.
+    """
+
+    topics: tuple[str, ...]
+    done: LogSeqs
+    until: LogSeqs
+    delivered: tuple[Delivered, ...]
+
+    @property
+    def is_over(self) -> bool:
+        return all(self.done.get(log, 0) >= seq for log, seq in self.until.items())
 
 
 @dataclass(slots=True)
-class Offset:
-    """A position in each log. JSON of a log: its seq, or {"seq": ..., and more}."""
+class HistoryOffset:
+    """A position in each log of one history. JSON of a log: its seq, or {"seq": ..., and more}."""
 
-    seqs: Offsets = field(default_factory=dict)
+    seqs: LogSeqs = field(default_factory=dict)
     known: dict[str, Known] = field(default_factory=dict)  # digests of records that identify a log
-    after: Offsets = field(default_factory=dict)  # of a log that went back: the begin of the batch that ends here
+    after: LogSeqs = field(default_factory=dict)  # of a log that went back: the begin of the batch that ends here
     unread: frozenset[str] = frozenset()  # logs in memory of which the query has read nothing yet
     gates: Gates | None = None  # None: without whole epochs
-
-    @classmethod
-    def of(cls, given: object) -> Offset:
-        """From JSON. Raises UStatusError(INVALID_ARGUMENT)."""
-        if not isinstance(given, dict):
-            raise invalid(f"expected a JSON object of log and seq, got {given!r}")
-        made = cls()
-        for incarnation, value in given.items():
-            if incarnation == EPOCHS:
-                try:
-                    made.gates = epochs.from_json(value)
-                except (AttributeError, KeyError, TypeError, ValueError) as error:
-                    raise invalid(
-                        f"{EPOCHS!r}: expected waiting epochs as a checkpoint has them, got {error}"
-                    ) from None
-                continue
-            if not _INCARNATION.fullmatch(str(incarnation)):
-                raise invalid(f"a log: expected its incarnation, 32 lower-case hex digits, got {incarnation!r}")
-            entry = value if isinstance(value, dict) else {"seq": value}
-            seq = _seq(incarnation, entry.get("seq"))
-            if not seq:
-                continue
-            made.seqs[incarnation] = seq
-            try:
-                known = {_seq(incarnation, one): bytes.fromhex(digest) for one, digest in entry.get("known", ())}
-            except (TypeError, ValueError):
-                raise invalid(
-                    f"'known' of log {incarnation}: expected a list of [seq, digest in hex], got {entry['known']!r}"
-                ) from None
-            if known:
-                made.known[incarnation] = known
-            if "after" in entry:
-                made.after[incarnation] = _seq(incarnation, entry["after"])
-            if entry.get("unread") is True:
-                made.unread |= {incarnation}
-        return made
-
-    def json(self) -> dict[str, Any]:
-        made = {incarnation: self.entry(incarnation) for incarnation in sorted(self.seqs)}
-        return made if self.gates is None else made | {EPOCHS: epochs.to_json(self.gates)}
+    coverage: Coverage | None = None  # None: not known; what is asked for
+    backfills: tuple[Backfill, ...] = ()
+    past: tuple[Delivered, ...] = ()
 
     def entry(self, incarnation: str) -> Any:
         """The JSON of one log."""
@@ -98,23 +136,32 @@ class Offset:
             made["unread"] = True
         return made if len(made) > 1 else made["seq"]
 
-    def back_to(self, losses: Mapping[str, LogLoss]) -> Offset:
-        """Returns the offset with the logs of `losses` at the seq up to which they still agree."""
-        agreed = {incarnation: loss.before - 1 for incarnation, loss in losses.items()}
-        known = {one: up_to(known, agreed[one]) if one in agreed else known for one, known in self.known.items()}
-        return Offset(self.seqs | agreed, known, dict(self.after), self.unread - agreed.keys(), self.gates)
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Records (after, until] of one log, and digests that identify the log. An earlier batch has read those up to
-    `seq`, but they waited."""
-
-    incarnation: str
-    after: int
-    until: int
-    known: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
-    seq: int = field(default=0, repr=False)
+    def covering(self, wanted: Coverage, *, added: str) -> HistoryOffset:
+        """Returns this position with the topics of `wanted`. `added`: EARLIEST reads those that are new from their
+        beginning, LATEST from here on. Raises FAILED_PRECONDITION if that has changed too often, or for whole
+        epochs."""
+        before = self.coverage
+        if before == wanted:
+            return self
+        if before is None or not before.visible:
+            before = Coverage(wanted.topics if before is None else before.topics, wanted.visible)
+        if before == wanted:
+            return replace(self, coverage=wanted)
+        topics = wanted.added(before)
+        delivered = (*self.past, Delivered(before, dict(self.seqs)))
+        past = tuple(one for one in delivered if not one.coverage.is_part_of(wanted))
+        past = tuple({one.coverage: one for one in past}.values())
+        if len(past) > PAST_MAX:
+            what = f"the topics of this query, or what it may read, have changed more than {PAST_MAX} times"
+            raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}: begin a new query, with a new checkpoint and sink")
+        if topics is None or not self.seqs or added == LATEST:
+            return replace(self, coverage=wanted, past=past)
+        if self.gates is not None:
+            what = "a query with epochs 'complete' cannot add topics later, for their epochs are over"
+            advice = "begin a new query, with a new checkpoint, or set addedTopics to latest"
+            raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}: {advice}")
+        made = Backfill(topics, {}, dict(self.seqs), delivered)
+        return replace(self, coverage=wanted, past=past, backfills=(*self.backfills, made))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +172,8 @@ class LogLoss:
     incarnation: str
     after: int
     before: int
+    reason: Gap.Reason.ValueType = Gap.REASON_UNSPECIFIED
+    is_beyond: bool = False  # of a log that went back: nothing contradicts it, it is only shorter
 
     @property
     def went_back(self) -> bool:
@@ -132,135 +181,346 @@ class LogLoss:
 
     def __str__(self) -> str:
         if not self.before:
-            return f"the log {self.incarnation} and its records after seq {self.after} are lost"
+            why = "another log has replaced it, or a streamer that restarted had it in memory"
+            return f"the log {self.incarnation} and its records after seq {self.after} are lost: {why}"
+        if self.went_back and self.is_beyond:
+            what = f"the offset {self.after} is beyond the end of the log {self.incarnation}, which ends at seq"
+            return f"{what} {self.before - 1}: it is an older copy, or the offset is of another log"
         if self.went_back:
             return (
                 f"the log {self.incarnation} went back (restored from a copy?): it agrees with the records read up to "
                 f"seq {self.before - 1}; records {self.before} to {self.after} may be lost or replaced"
             )
-        return f"records {self.after + 1} to {self.before - 1} of log {self.incarnation} are lost"
+        why = {
+            Gap.REASON_RETENTION: "retention deleted them before they were read",
+            Gap.REASON_CORRUPTION: "a part of the log's file is damaged",
+            Gap.REASON_NETWORK: "a network lost them before they came to the log",
+            Gap.REASON_UNDELIVERED: "they could not be delivered to the log",
+        }.get(self.reason, "the streamer does not say why")
+        return f"records {self.after + 1} to {self.before - 1} of log {self.incarnation} are lost: {why}"
 
 
-def parse(text: str) -> str | Offset:
-    """`earliest`, `latest`, or offsets in JSON. Raises UStatusError(INVALID_ARGUMENT)."""
+# -- the offset of a query
+
+
+@dataclass(slots=True)
+class Offset:
+    """Where a query is in each history. `query`: its random name, which is the holder of its cursors; empty: of a
+    checkpoint of version 1. `began_ms`: when it began, Unix ms. `initial`: of the end of the first batch, where that
+    begins: Spark does not store it, and asks for it anew after a restart."""
+
+    query: str = ""
+    began_ms: int = 0
+    histories: dict[str, HistoryOffset] = field(default_factory=dict)
+    initial: dict[str, HistoryOffset] | None = None
+
+    @classmethod
+    def of(cls, given: object, authority: str = "") -> Offset:
+        """From JSON. `authority`: of the history in a JSON of version 1, or that names no authority. Raises
+        UStatusError(INVALID_ARGUMENT)."""
+        if not isinstance(given, dict):
+            raise invalid(f"expected a JSON object of log and seq, got {given!r}")
+        if "version" not in given:
+            return cls._plain(given, authority)
+        if given["version"] != VERSION:
+            what = f"expected an offset of version {VERSION}, got {given['version']!r}"
+            raise invalid(f"{what}: a newer up-streamer has written this checkpoint")
+        try:
+            coverages = [Coverage(tuple(map(str, topics)), str(visible)) for topics, visible in given["coverages"]]
+
+            def read(histories: Mapping[str, Any]) -> dict[str, HistoryOffset]:
+                return {str(name): _history(one, coverages) for name, one in histories.items()}
+
+            initial = read(given["initial"]) if "initial" in given else None
+            return cls(str(given["query"]), int(given["began_ms"]), read(given["histories"]), initial)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise invalid(f"expected an offset as a checkpoint has it, got another one: {error!r}") from None
+
+    @classmethod
+    def _plain(cls, given: dict[Any, Any], authority: str) -> Offset:
+        """Of `{log: seq}`, the form of version 1, or `{authority: {log: seq}}`."""
+        names = [name for name in given if name != EPOCHS and not _INCARNATION.fullmatch(str(name))]
+        if names and len(names) == len(given) and all(isinstance(one, dict) for one in given.values()):
+            return cls(histories={str(name): _logs(one) for name, one in given.items()})
+        if not authority:
+            raise invalid("expected offsets by authority, {authority: {log: seq}}, got {log: seq}")
+        return cls(histories={authority: _logs(given)})
+
+    def json(self) -> dict[str, Any]:
+        coverages: dict[Coverage, int] = {}
+
+        def number(coverage: Coverage) -> int:
+            return coverages.setdefault(coverage, len(coverages))
+
+        def write(histories: Mapping[str, HistoryOffset]) -> dict[str, Any]:
+            return {name: _history_json(one, number) for name, one in sorted(histories.items())}
+
+        made: dict[str, Any] = {"version": VERSION, "query": self.query, "began_ms": self.began_ms}
+        made["histories"] = write(self.histories)
+        if self.initial is not None:
+            made["initial"] = write(self.initial)
+        made["coverages"] = [coverage.json() for coverage in coverages]
+        return made
+
+    def begin(self, start: Offset) -> dict[str, HistoryOffset]:
+        """Where the batch that ends here begins, which Spark says begins at `start`."""
+        return start.histories if self.initial is None else self.initial
+
+
+def _history_json(offset: HistoryOffset, number: Any) -> dict[str, Any]:
+    def delivered(given: Iterable[Delivered]) -> list[Any]:
+        return [[number(one.coverage), one.seqs] for one in given]
+
+    made: dict[str, Any] = {"logs": {one: offset.entry(one) for one in sorted({*offset.seqs, *offset.unread})}}
+    if offset.gates is not None:
+        made[EPOCHS] = epochs.to_json(offset.gates)
+    if offset.coverage is not None:
+        made["covers"] = number(offset.coverage)
+    if offset.backfills:
+        made["backfills"] = [
+            [list(one.topics), one.done, one.until, delivered(one.delivered)] for one in offset.backfills
+        ]
+    if offset.past:
+        made["past"] = delivered(offset.past)
+    return made
+
+
+def _history(given: Mapping[str, Any], coverages: Sequence[Coverage]) -> HistoryOffset:
+    def delivered(rows: Iterable[Any]) -> tuple[Delivered, ...]:
+        return tuple(Delivered(coverages[number], _seqs(seqs)) for number, seqs in rows)
+
+    made = _logs(given["logs"] | ({EPOCHS: given[EPOCHS]} if EPOCHS in given else {}))
+    made.coverage = coverages[given["covers"]] if "covers" in given else None
+    made.backfills = tuple(
+        Backfill(tuple(map(str, topics)), _seqs(done), _seqs(until), delivered(rows))
+        for topics, done, until, rows in given.get("backfills", ())
+    )
+    made.past = delivered(given.get("past", ()))
+    return made
+
+
+def _logs(given: Mapping[Any, Any]) -> HistoryOffset:
+    """From the JSON of logs and gates. Raises UStatusError(INVALID_ARGUMENT)."""
+    made = HistoryOffset()
+    for incarnation, value in given.items():
+        if incarnation == EPOCHS:
+            try:
+                made.gates = epochs.from_json(value)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise invalid(f"{EPOCHS!r}: expected waiting epochs as a checkpoint has them, got {error}") from None
+            continue
+        if not _INCARNATION.fullmatch(str(incarnation)):
+            raise invalid(f"a log: expected its incarnation, 32 lower-case hex digits, got {incarnation!r}")
+        entry = value if isinstance(value, dict) else {"seq": value}
+        seq = _seq(incarnation, entry.get("seq"))
+        if entry.get("unread") is True:
+            made.unread |= {incarnation}
+        if not seq:
+            continue
+        made.seqs[incarnation] = seq
+        try:
+            known = {_seq(incarnation, one): bytes.fromhex(digest) for one, digest in entry.get("known", ())}
+        except (TypeError, ValueError):
+            raise invalid(
+                f"'known' of log {incarnation}: expected a list of [seq, digest in hex], got {entry['known']!r}"
+            ) from None
+        if known:
+            made.known[incarnation] = known
+        if "after" in entry:
+            made.after[incarnation] = _seq(incarnation, entry["after"])
+    return made
+
+
+def _seqs(given: Mapping[str, Any]) -> LogSeqs:
+    return {str(log): _seq(log, seq) for log, seq in given.items()}
+
+
+def _seq(incarnation: object, seq: object) -> int:
+    if type(seq) is not int or not 0 <= seq <= SEQ_MAX:
+        raise invalid(f"seq of log {incarnation}: expected a whole number from 0 to 2^63 - 1, got {seq!r}")
+    return seq
+
+
+def parse(text: str, authority: str = "") -> str | Offset:
+    """`earliest`, `latest`, or offsets in JSON. `authority`: as for Offset.of. Raises INVALID_ARGUMENT."""
     if text.lower() in (EARLIEST, LATEST):
         return text.lower()
     try:
         given = json.loads(text)
     except (ValueError, RecursionError):
         raise invalid(f"expected earliest, latest or a JSON object of log and seq, got {text!r}") from None
-    return Offset.of(given)
+    return Offset.of(given, authority)
 
 
-def _seq(incarnation: str, seq: object) -> int:
-    if type(seq) is not int or not 0 <= seq < 1 << 63:
-        raise invalid(f"seq of log {incarnation}: expected a whole number from 0 to 2^63 - 1, got {seq!r}")
-    return seq
+# -- the plan of a batch
 
 
-def starting(where: str | Offset, logs: Iterable[LogState]) -> Offset:
-    """The offset to begin at, for the present logs. Logs without wanted records are left out."""
-    if isinstance(where, Offset):
-        return where
-    wanted = [log for log in logs if log.newest_match_seq]
-    if where == EARLIEST:
-        return Offset(_compact({log.incarnation.hex(): log.oldest_seq - 1 for log in wanted if log.oldest_seq}))
-    assert where == LATEST, "parse returns nothing else"
-    return Offset(newest(wanted), unread=frozenset(log.incarnation.hex() for log in wanted if not log.durable))
+def lost(start: HistoryOffset, present: Iterable[str]) -> list[LogLoss]:
+    """The logs of `start` that are no longer `present`, with their records after `start`."""
+    missing = start.seqs.keys() - {*present} - start.unread
+    return [LogLoss(incarnation, start.seqs[incarnation], 0, Gap.REASON_INCARNATION) for incarnation in sorted(missing)]
 
 
-def newest(logs: Iterable[LogState]) -> Offsets:
-    """The offsets at which nothing is left to read."""
-    return _compact({log.incarnation.hex(): log.newest_seq for log in logs})
+def share(counts: Sequence[Sequence[int]], limit: int | None) -> list[int]:
+    """Returns how many cuts to take of each plan, whose cuts have so many records, so that all have at most `limit`
+    records. Those with few leave their share to the others; each gets at least one cut, so none starves."""
+    taken = [0] * len(counts)
+    sizes = sorted((sum(records), index) for index, records in enumerate(counts) if records)
+    left = sum(size for size, _ in sizes) if limit is None else limit
+    for rank, (_, index) in enumerate(sizes):
+        sums = list(itertools.accumulate(counts[index]))
+        mine = max(1, left // (len(sizes) - rank))
+        taken[index] = max(1, sum(one <= mine for one in sums))
+        left = max(0, left - sums[taken[index] - 1])
+    return taken
 
 
-def lost(start: Offset, logs: Iterable[LogState]) -> list[LogLoss]:
-    """The logs of `start` that no longer exist, with their records after `start`.
-
-    Only the answer of Poll shows what retention has deleted: it distinguishes that from records of other topics.
-    """
-    present = {log.incarnation.hex() for log in logs}
-    return [
-        LogLoss(incarnation, seq, 0)
-        for incarnation, seq in sorted(start.seqs.items())
-        if incarnation not in present | start.unread
-    ]
-
-
-def advance(
-    start: Mapping[str, int],
-    logs: Iterable[LogState],
-    limit_records: int | None,
-    target: Mapping[str, int] | None = None,
-) -> Offsets:
-    """The end of a batch that begins at `start`: at most `limit_records` further, never beyond `target`.
-
-    The limit counts seqs, so topics that are not read count too; the logs share it equally. A log that has only new
-    records of other topics stays at its seq, to avoid empty batches. A log that no longer exists is left out.
-    """
-    ends: Offsets = {}
-    unread: list[tuple[int, str, int]] = []  # number of records, log, seq before the first
-    for log in logs:
-        name = log.incarnation.hex()
-        after = ends[name] = start.get(name, 0)
-        newest = log.newest_seq if target is None else min(log.newest_seq, target.get(name, 0))
-        if log.newest_match_seq > after and newest > after:
-            begin = max(after, log.oldest_seq - 1)
-            unread.append((newest - begin, name, begin))
-    left = sum(records for records, _, _ in unread) if limit_records is None else limit_records
-    for index, (records, name, begin) in enumerate(sorted(unread)):
-        share = min(records, max(1, left // (len(unread) - index)))
-        left -= share
-        ends[name] = begin + share
-    return _compact(ends)
-
-
-def between(start: Offset, seqs: Offsets, known: Mapping[str, Known], agreed: Mapping[str, int]) -> Offset:
-    """The end of a batch at `seqs`. `known`: digests of the records there; `agreed`: begin of logs that went back.
+def moved(start: HistoryOffset, cuts: Mapping[str, Sequence[LogPlan.Cut]], agreed: LogSeqs) -> HistoryOffset:
+    """The end of a batch that takes `cuts`, by log. `agreed`: up to where logs that went back are still what was read.
 
     A log without new records has the same entry as in `start`, so that Spark sees that nothing is new.
     """
-    end = Offset(_compact(seqs))
-    for incarnation, seq in end.seqs.items():
-        stays = incarnation not in agreed and seq == start.seqs.get(incarnation)
-        proof = (start.known if stays else known).get(incarnation)
-        if proof:
-            end.known[incarnation] = proof
-        if incarnation in agreed:
-            end.after[incarnation] = agreed[incarnation]
-        elif stays and incarnation in start.after:
-            end.after[incarnation] = start.after[incarnation]
-        if stays and incarnation in start.unread:
-            end.unread |= {incarnation}
-    return end
+    made = replace(
+        start,
+        seqs=start.seqs | agreed,
+        known={one: up_to(known, agreed[one]) if one in agreed else known for one, known in start.known.items()},
+        after={one: seq for one, seq in start.after.items() if one not in cuts} | agreed,
+        unread=start.unread - {*cuts, *agreed},
+    )
+    for incarnation, taken in cuts.items():
+        made.seqs[incarnation] = taken[-1].position.seq
+        known = learn(made.known.get(incarnation, {}), *(cut.position for cut in taken))
+        if known:
+            made.known[incarnation] = known
+    made.seqs = compact(made.seqs)
+    made.known = {log: known for log, known in made.known.items() if known and log in made.seqs}
+    return made
 
 
-def split(start: Offset, end: Offset) -> list[Range]:
-    """Splits the records between two offsets into ranges; the same offsets give the same ranges."""
-    ranges = []
-    for incarnation, until in sorted(end.seqs.items()):
-        seq = until
-        if end.entry(incarnation) != start.entry(incarnation):
-            seq = end.after.get(incarnation, start.seqs.get(incarnation, 0))
-        after = epochs.read_from(start.gates or {}, end.gates or {}, incarnation, seq)
-        known = tuple(end.known.get(incarnation, {}).items())
-        records = until - after
-        if records <= 0:
-            continue
-        pieces = min(PARTITIONS_MAX, -(-records // PARTITION_RECORDS_MIN))
-        cuts = [after + records * piece // pieces for piece in range(pieces + 1)]
-        waited = seq if after < seq else 0
-        ranges += [Range(incarnation, low, high, known, waited) for low, high in itertools.pairwise(cuts)]
-    return ranges
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Records (after, until] of one log that match `topics`, and digests that identify the log. An earlier batch has
+    read those up to `seq`, but they waited. `delivered`: of these topics those up to the seq were delivered before."""
+
+    authority: str
+    incarnation: str
+    after: int
+    until: int
+    topics: tuple[str, ...] = field(default=(), repr=False)
+    known: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
+    seq: int = field(default=0, repr=False)
+    delivered: tuple[tuple[Coverage, int], ...] = field(default=(), repr=False)
+    is_backfill: bool = field(default=False, repr=False)
+
+    def __str__(self) -> str:
+        return f"records {self.after + 1} to {self.until} of log {self.incarnation} of {self.authority}"
 
 
-def needed(acked: Offset) -> Offset:
-    """The positions up to which a query that has all batches up to `acked` reads nothing again."""
-    if not acked.gates:
-        return Offset(acked.seqs, acked.known)
-    seqs = epochs.needed(acked.gates, acked.seqs)
-    return Offset(seqs, {incarnation: up_to(known, seqs[incarnation]) for incarnation, known in acked.known.items()})
+def ranges(start: Offset, end: Offset, topics: tuple[str, ...]) -> Iterator[Range]:
+    """The records between two offsets; the same offsets give the same ranges. `topics`: of a history whose coverage is
+    not known."""
+    begin = end.begin(start)
+    for authority, history in sorted(end.histories.items()):
+        begun = begin.get(authority, HistoryOffset())
+        wanted = topics if history.coverage is None else history.coverage.topics
+        for incarnation, until in sorted(history.seqs.items()):
+            seq = until
+            if history.entry(incarnation) != begun.entry(incarnation):
+                seq = history.after.get(incarnation, begun.seqs.get(incarnation, 0))
+            after = epochs.read_from(begun.gates or {}, history.gates or {}, incarnation, seq)
+            if until <= after:
+                continue
+            known = tuple(history.known.get(incarnation, {}).items())
+            waited = seq if after < seq else 0
+            delivered = _delivered(history.past, incarnation, after)
+            yield Range(authority, incarnation, after, until, wanted, known, waited, delivered)
+        yield from _backfill_ranges(authority, begun, history)
 
 
-def _compact(offsets: Mapping[str, int]) -> Offsets:
-    return {incarnation: seq for incarnation, seq in sorted(offsets.items()) if seq > 0}
+def _backfill_ranges(authority: str, begun: HistoryOffset, history: HistoryOffset) -> Iterator[Range]:
+    for backfill in history.backfills:
+        before = next((one.done for one in begun.backfills if _same(one, backfill)), {})
+        for incarnation, until in sorted(backfill.done.items()):
+            after = before.get(incarnation, 0)
+            if until > after:
+                delivered = _delivered(backfill.delivered, incarnation, after)
+                yield Range(
+                    authority, incarnation, after, until, backfill.topics, delivered=delivered, is_backfill=True
+                )
+
+
+def _same(one: Backfill, other: Backfill) -> bool:
+    return (one.topics, one.until, one.delivered) == (other.topics, other.until, other.delivered)
+
+
+def _delivered(given: Iterable[Delivered], incarnation: str, after: int) -> tuple[tuple[Coverage, int], ...]:
+    return tuple((one.coverage, one.seqs[incarnation]) for one in given if one.seqs.get(incarnation, 0) > after)
+
+
+Counted = Mapping[tuple[str, str, tuple[str, ...]], Sequence[tuple[int, int]]]
+"""By authority, log and topics: seqs, each with the number of matching records since the seq before it."""
+
+
+def divide(given: Iterable[Range], counted: Counted, records_max: int, partitions_min: int) -> list[list[Range]]:
+    """Divides ranges into partitions of at most `records_max` records; of those that were not `counted` each seq counts
+    as a record."""
+    weighed = [(one, counted.get((one.authority, one.incarnation, one.topics), ())) for one in given]
+    total = sum(sum(records for _, records in pieces) or one.until - one.after for one, pieces in weighed)
+    limit = max(1, min(records_max, -(-total // partitions_min)))
+    partitions: list[list[Range]] = []
+    size = limit
+    for one, pieces in weighed:
+        for low, high, records in _pieces(one, pieces, limit):
+            if not partitions or size + records > limit or len(partitions[-1]) >= RANGES_MAX:
+                partitions.append([])
+                size = 0
+            size += records
+            last = partitions[-1][-1] if partitions[-1] else None
+            if (
+                last is not None
+                and replace(last, until=one.until) == replace(one, after=last.after)
+                and last.until == low
+            ):
+                partitions[-1][-1] = replace(last, until=high)
+            else:
+                partitions[-1].append(replace(one, after=low, until=high))
+    return partitions
+
+
+def _pieces(one: Range, counted: Sequence[tuple[int, int]], limit: int) -> Iterator[tuple[int, int, int]]:
+    """Yields the bounds of pieces of a range, and how many records each piece has."""
+    inside = [(seq, records) for seq, records in counted if one.after < seq <= one.until]
+    if not inside:
+        seqs = one.until - one.after
+        count = -(-seqs // limit)
+        marks = [one.after + seqs * place // count for place in range(count + 1)]
+        inside = [(high, high - low) for low, high in itertools.pairwise(marks)]
+    elif inside[-1][0] < one.until:
+        inside.append((one.until, 1))
+    low = one.after
+    for high, records in inside:
+        yield low, high, records
+        low = high
+
+
+def needed(acked: HistoryOffset) -> LogSeqs:
+    """The seqs up to which a query that has all batches up to `acked` reads nothing again."""
+    seqs = dict(acked.seqs)
+    if acked.gates:
+        seqs = epochs.needed(acked.gates, seqs)
+    for backfill in acked.backfills:
+        for log in seqs:
+            if backfill.done.get(log, 0) < backfill.until.get(log, 0):
+                seqs[log] = min(seqs[log], backfill.done.get(log, 0))
+    return seqs
+
+
+def back_to(start: HistoryOffset, losses: Mapping[str, LogLoss]) -> HistoryOffset:
+    """Returns `start` with the logs of `losses` at the seq up to which they still agree."""
+    agreed = {incarnation: loss.before - 1 for incarnation, loss in losses.items()}
+    known = {one: up_to(known, agreed[one]) if one in agreed else known for one, known in start.known.items()}
+    return replace(start, seqs=start.seqs | agreed, known=known, unread=start.unread - agreed.keys())
+
+
+def compact(seqs: Mapping[str, int]) -> LogSeqs:
+    return {incarnation: seq for incarnation, seq in sorted(seqs.items()) if seq > 0}

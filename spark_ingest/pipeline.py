@@ -8,7 +8,6 @@ config (TOML) --> session (quiet, local, small) --> readStream uprotocol --> dat
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import signal
@@ -23,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from spark_ingest import java
-from spark_ingest.client import Options
+from spark_ingest import java, parquet
+from spark_ingest.options import Options
 from transports.plugin import explain
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
@@ -156,26 +155,51 @@ def stream(spark: SparkSession, config: IngestConfig) -> DataFrame:
     """The rows of the source, with the column `date` for the sink's directories."""
     from pyspark.sql.functions import col, to_date
 
-    source = config.source
-    if not source.consumer:  # the checkpoint identifies the query
-        digest = hashlib.sha256(str(config.sink.checkpoint.resolve()).encode()).hexdigest()[:16]
-        source = source.model_copy(update={"consumer": f"spark-{digest}"})
     reader = spark.readStream.format("uprotocol")
-    for name, value in options(source).items():
+    for name, value in options(config.source).items():
         reader = reader.option(name, value)
     return reader.load().withColumn("date", to_date(col("ts")))
 
 
 def options(source: Options) -> dict[str, str]:
     """`source` as options of the format."""
-    given: dict[str, Any] = Options.model_validate(source.model_dump()).model_dump(by_alias=True)
-    given["topics"] = ",".join(source.topics)
-    given["transportConfig"] = json.dumps(source.transport_config)
-    return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
+    given = Options.model_validate(source.model_dump()).model_dump(by_alias=True, exclude_defaults=True)
+    return {name: _text(value) for name, value in given.items()}
+
+
+def _text(value: Any) -> str:
+    """The text of an option."""
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return json.dumps(value) if isinstance(value, dict | bool) else str(value)
+
+
+def check_sink(path: Path, checkpoint: Path) -> None:
+    """Check that a Parquet sink and a checkpoint belong together, before the query is started; for own programs, too.
+
+    Spark skips batches that the sink lists as committed. So a new checkpoint beside an old sink would lose the first
+    batches of the new query, and an old checkpoint beside a new sink has lost all rows before it. Raises
+    FAILED_PRECONDITION.
+    """
+    has_rows = (path / parquet.METADATA).is_dir()
+    has_batches = any((checkpoint / "offsets").glob("[0-9]*"))
+    has_commits = any((checkpoint / "commits").glob("[0-9]*"))
+    why = f"Spark would skip the first batches of the new query: delete both, or restore {checkpoint}"
+    if has_rows and not has_batches:
+        raise UStatusError(
+            UCode.FAILED_PRECONDITION,
+            f"{path} has rows of an earlier query, but {checkpoint} has no batch of it. {why}",
+        )
+    if has_commits and not has_rows:
+        raise UStatusError(
+            UCode.FAILED_PRECONDITION,
+            f"{checkpoint} has committed batches, but {path} has none of their rows: delete both, or restore {path}",
+        )
 
 
 def start(spark: SparkSession, config: IngestConfig) -> StreamingQuery:
-    """Start the query, from its checkpoint if there is one."""
+    """Start the query, from its checkpoint if there is one. Raises as `check_sink`."""
+    check_sink(config.sink.path, config.sink.checkpoint)
     writer: DataStreamWriter = (
         stream(spark, config)
         .writeStream.format("parquet")

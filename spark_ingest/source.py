@@ -1,7 +1,7 @@
-"""The Spark data source `uprotocol`: the history of a streamer as rows, each row exactly once.
+"""The Spark data source `uprotocol`: the histories of streamers as rows, each row exactly once.
 
-driver:   latestOffset --Describe--> {log: seq}    partitions: ranges of seqs   commit --Poll(acked)--> may be deleted
-tasks:    read(range)  --Poll(until)--> records --decode--> Arrow batches
+planner process: latestOffset --Planner--> end offset     partitions: ranges of seqs     commit: may be deleted
+tasks:           read(ranges) --Poll(until)--> records --decode--> Arrow batches
 
 Spark writes start and end of a batch to its checkpoint before it reads the batch, and a range has the same records at
 each reading. So an interrupted batch is read again with the same rows, and the sink recognises it by its number. With
@@ -10,26 +10,43 @@ whole epochs the offsets also contain which records wait.
 
 from __future__ import annotations
 
-import time
+import math
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    InputPartition,
+    LessThan,
+    LessThanOrEqual,
+)
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
-from spark_ingest import epochs, offsets
-from spark_ingest.client import History, Options
-from spark_ingest.decode import DDL, Decoder, RecordColumns
-from spark_ingest.epochs import BatchFrontiers, Choice, FrontierRecord, Gates
-from spark_ingest.offsets import LogLoss, Offset, Offsets, Range
+from spark_ingest import offsets
+from spark_ingest.client import HistorySession, read, shared
+from spark_ingest.decode import COLUMNS, DDL, Decoder, RecordColumns
+from spark_ingest.epochs import Choice
+from spark_ingest.members import new_query
+from spark_ingest.offsets import Counted, HistoryOffset, LogLoss, Offset, Range
+from spark_ingest.options import TIME_MS_MAX, Options, as_utc
+from spark_ingest.planner import Planner
 from uprotocol import uri as uris
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import LogState
-from uprotocol.status import UStatusError
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
+from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 
 if TYPE_CHECKING:
@@ -38,14 +55,17 @@ if TYPE_CHECKING:
 
 FORMAT: Final = "uprotocol"
 # Spark asks 100 times a second, so the answer waits for new records; a stop waits for the answer
-IDLE_WAIT_MS: Final = 500
+IDLE_WAIT_S: Final = 0.5
+PUSHED_TOPICS_MAX: Final = 64  # more topics in a condition are not worth their comparisons
+# runs where, and only where, the session has spark.sql.python.filterPushdown.enabled
+_PUSHDOWN_WORKER: Final = "pyspark.sql.worker.data_source_pushdown_filters"
 
 log = structlog.get_logger()
 
 
 class UProtocolDataSource(DataSource):
     """`spark.readStream.format("uprotocol")` and `spark.read.format("uprotocol")`; the options are those of
-    `client.Options`."""
+    `options.Options`. A schema of some of the columns reads only those."""
 
     @classmethod
     def name(cls) -> str:
@@ -55,10 +75,13 @@ class UProtocolDataSource(DataSource):
         return DDL
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        return BatchReader(Options.of(self.options))
+        options = Options.of(self.options)
+        # pyspark refuses every read of a reader with `pushFilters` where the session's setting is off
+        kind = FilteringReader if _PUSHDOWN_WORKER in sys.modules else BatchReader
+        return kind(options, _columns(schema))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        return StreamReader(Options.of(self.options))
+        return StreamReader(Options.of(self.options), _columns(schema))
 
 
 def register(spark: SparkSession) -> None:
@@ -66,212 +89,201 @@ def register(spark: SparkSession) -> None:
     spark.dataSource.register(UProtocolDataSource)
 
 
+def _columns(schema: StructType) -> tuple[str, ...] | None:
+    """The columns of a schema; None: all. Raises INVALID_ARGUMENT for unknown columns and other types."""
+    if not schema:
+        return None
+    known = dict(COLUMNS)
+    for field in schema:
+        if field.name not in known:
+            raise invalid(f"format uprotocol: unknown column {field.name!r}; known: {', '.join(known)}")
+        expected, got = known[field.name].replace("long", "bigint"), field.dataType.simpleString()
+        if got != expected:
+            raise invalid(f"format uprotocol: column {field.name!r}: expected the type {expected}, got {got}")
+    return tuple(schema.names) if schema.names != list(known) else None
+
+
 @dataclass
 class _Partition(InputPartition):
-    range: Range
-    choice: Choice | None
+    ranges: list[tuple[Range, Choice | None]]
 
 
 class _SourceReader:
-    """What both readers do in a task. It is pickled for the tasks, so it has only options."""
+    """What all readers do in a task. It is pickled for the tasks, so it has only options."""
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(self, options: Options, columns: tuple[str, ...] | None = None) -> None:
+        self._options, self._columns = options, columns
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The rows of one range. Logs malformed records and, without failOnDataLoss, losses."""
+        """The rows of one partition. Logs malformed records and, without failOnDataLoss, losses."""
         if not isinstance(partition, _Partition):
             return  # Spark plans an empty partition if there is nothing to read
-        decoder, malformed = Decoder(), Counter[str]()
-        with closing(History(self._options)) as history:
-            for records in history.read(partition.range, self._on_loss):
-                columns = partition.choice.of(records) if partition.choice else RecordColumns.of(records)
-                decoded = decoder.decode(columns, records.incarnation.hex())
+        ahead = self._options.max_clock_ahead
+        decoder = Decoder(self._columns, None if ahead is None else round(ahead * 1_000))
+        malformed, choices = Counter[str](), dict(partition.ranges)
+        with shared(self._options) as session:
+            for range, records in read(session, choices, self._on_range_loss):
+                choice = choices[range]
+                decoded = decoder.decode(
+                    RecordColumns.of(records) if choice is None else choice.of(records), range.incarnation
+                )
                 malformed += decoded.malformed
                 if decoded.batch.num_rows:
                     yield decoded.batch
         if malformed:
-            log.warning(
-                "some records could not be decoded; their values are null", range=str(partition.range), **malformed
-            )
+            log.warning("some records could not be decoded; their values are null", **malformed)
 
-    def _on_loss(self, loss: LogLoss) -> None:
+    def _on_loss(self, loss: LogLoss, authority: str) -> None:
         if self._options.fail_on_data_loss:
-            why = "retention deleted them, or the streamer lost them"
-            what = f"{loss}: {why}. Set failOnDataLoss to false to continue without them"
+            what = f"{authority}: {loss}. Set failOnDataLoss to false to continue without them"
             raise UStatusError(UCode.DATA_LOSS, what)
-        log.warning("data loss", loss=str(loss), records_lost=max(0, loss.before - loss.after - 1))
+        lost = max(0, loss.before - loss.after - 1)
+        log.warning("data loss", authority=authority, loss=str(loss), records_lost=lost)
 
-    def _plan(
-        self,
-        history: History,
-        start: Offset,
-        logs: Sequence[LogState],
-        limit_records: int | None,
-        target: Offsets | None = None,
-    ) -> Offset:
-        """Returns the end of a batch that begins at `start`. Reports logs that no longer exist or went back."""
-        missing = offsets.lost(start, logs)
-        for loss in missing:
-            self._on_loss(loss)
-        seqs = offsets.advance(start.seqs, logs, limit_records, target)
-        known, back = history.prove(seqs, start.known)
-        begin = start
-        if back:
-            for loss in back.values():
-                self._on_loss(loss)
-            begin = start.back_to(back)
-            seqs = offsets.advance(begin.seqs, logs, limit_records, target)
-            known, _ = history.prove(seqs, begin.known)
-        end = offsets.between(start, seqs, known, {name: begin.seqs[name] for name in back})
-        if self._options.epochs == "complete":
-            lost = frozenset(loss.incarnation for loss in missing)
-            end.gates = self._gates(history, start, begin, end, frozenset(back), lost)
-        return end
+    def _on_range_loss(self, loss: LogLoss, range: Range) -> None:
+        if range.is_backfill and loss.reason == Gap.REASON_RETENTION:
+            what = "records of an added topic were deleted by retention before the query asked for them"
+            log.warning(what, authority=range.authority, loss=str(loss))
+        else:
+            self._on_loss(loss, range.authority)
 
-    def _gates(
-        self, history: History, start: Offset, begin: Offset, end: Offset, back: frozenset[str], missing: frozenset[str]
-    ) -> Gates | None:
-        if not back | missing and start.seqs == end.seqs:
-            return start.gates
-        gates = start.gates
-        if gates is None:
-            snapshot = history.snapshot({name: start.seqs.get(name, 0) for name in end.seqs})
-            gates = epochs.begin(snapshot, is_new=False)
-        frontiers, lossy = list[FrontierRecord](), set[str]()
-        for name, until in end.seqs.items():
-            after = begin.seqs.get(name, 0)
-            if until > after:
-                found, is_lossy = history.frontiers(Range(name, after, until, tuple(begin.known.get(name, {}).items())))
-                frontiers += found
-                lossy |= {name} if is_lossy and after else set()
-        topics = [uris.parse(topic) for topic in self._options.topics]
-        batch = BatchFrontiers(begin.seqs, end.seqs, frontiers, topics, frozenset(lossy), back, missing)
-        return epochs.advance(gates, batch, _now_ms())
+    def _partitions(self, start: Offset, end: Offset, counted: Counted) -> Sequence[InputPartition]:
+        options = self._options
+        ranges = offsets.ranges(start, end, options.coverage_topics)
+        parts = offsets.divide(ranges, counted, options.max_records_per_partition, options.min_partitions)
+        return [_Partition([(one, _choice(one, start, end)) for one in part]) for part in parts]
 
-    def _first_gates(self, history: History, start: Offset) -> Gates:
-        return epochs.begin(history.snapshot(start.seqs) if start.seqs else (), is_new=True)
 
-    def _partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
-        ranges = offsets.split(start, end)
-        if start.gates is None and end.gates is None:
-            return [_Partition(range, None) for range in ranges]
-        begun, ended = start.gates or {}, end.gates or {}
-        return [_Partition(range, Choice(begun, ended, range.incarnation, range.seq)) for range in ranges]
+def _choice(range: Range, start: Offset, end: Offset) -> Choice | None:
+    begun = end.begin(start).get(range.authority, HistoryOffset()).gates
+    ended = end.histories[range.authority].gates
+    if (begun is None and ended is None) or range.is_backfill:
+        return None
+    return Choice(begun or {}, ended or {}, range.incarnation, range.seq)
 
 
 class BatchReader(_SourceReader, DataSourceReader):
-    """All records from startingOffsets to the newest at the time of planning."""
+    """All records from the start to the end that the options name; without any, of the present."""
 
     def partitions(self) -> Sequence[InputPartition]:
-        with closing(History(self._options)) as history:
-            logs = history.describe()
-            start = offsets.starting(offsets.parse(self._options.starting_offsets), logs)
-            if self._options.epochs == "complete" and start.gates is None:
-                start.gates = self._first_gates(history, start)
-            end = self._plan(history, start, logs, None)
-        return self._partitions(start, end)
+        with closing(HistorySession(self._options)) as session:
+            planner = Planner(session, self._on_loss)
+            try:
+                start, end = session.run(planner.whole())
+                return self._partitions(start, end, planner.counted)
+            finally:
+                session.run(planner.fleet.close())
+
+
+class FilteringReader(BatchReader):
+    """Asks only for the records that conditions on `authority`, `topic`, `path` and `append_time` select. Spark still
+    compares each row."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
+        for one in filters:
+            self._options = narrowed(self._options, one)
+            yield one
+
+
+def narrowed(options: Options, filter: Filter) -> Options:
+    """Returns options that ask for fewer records, among them all that match `filter`; or `options` itself."""
+    values = filter.value if isinstance(filter, In) else (filter.value,) if isinstance(filter, EqualTo) else ()
+    column = getattr(filter, "attribute", ())
+    if column == ("append_time",):
+        return _narrowed_time(options, filter)
+    if not values or not all(isinstance(value, str) for value in values):
+        return options
+    patterns = options.coverage_topics or (uris.format(uris.ANY),)
+    if column == ("authority",):
+        topics = [
+            uris.format(uris.of_authority(pattern, value))
+            for pattern in map(uris.parse, patterns)
+            for value in values
+            if pattern.authority_name in (uris.WILDCARD_AUTHORITY, value)
+        ]
+    elif column == ("topic",):
+        topics = _selected(patterns, values)
+    elif column == ("path",) and all(value in options.path_topics for value in values):
+        topics = _selected(patterns, [options.path_topics[value] for value in values])
+    else:
+        return options
+    if not topics or len(topics) > PUSHED_TOPICS_MAX:
+        return options
+    return options.model_copy(update={"topics": tuple(topics)})
+
+
+def _selected(patterns: Sequence[str], topics: Iterable[str]) -> list[str]:
+    """The part of `topics` that the patterns meet; [] if one is no topic."""
+    selected = list[str]()
+    for text in topics:
+        try:
+            topic = uris.parse(text)
+        except UStatusError:
+            return []
+        if any(uris.meets(uris.parse(pattern), topic) for pattern in patterns):
+            selected.append(text)
+    return selected
+
+
+def _narrowed_time(options: Options, filter: Filter) -> Options:
+    time = getattr(filter, "value", None)
+    if not isinstance(time, datetime):
+        return options
+    time_ms = math.floor(as_utc(time).timestamp() * 1_000)
+    earliest, latest = options.starting_timestamp, options.ending_timestamp
+    may_start = earliest is not None or options.starting_offsets == offsets.EARLIEST
+    may_start = may_start and not options.starting_offsets_by_timestamp
+    may_end = latest is not None or options.ending_offsets == offsets.LATEST
+    if may_start and isinstance(filter, EqualTo | GreaterThan | GreaterThanOrEqual):
+        earliest = max(earliest or 0, time_ms)
+    if may_end and isinstance(filter, EqualTo | LessThan | LessThanOrEqual):
+        latest = min(TIME_MS_MAX if latest is None else latest, time_ms + 1)
+    return options.model_copy(update={"starting_timestamp": earliest, "ending_timestamp": latest})
 
 
 class StreamReader(_SourceReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Micro-batches. The driver keeps one connection, for Describe and for the consumer's cursor."""
+    """Micro-batches. The planner process keeps one session, for plans and for the cursors."""
 
-    def __init__(self, options: Options) -> None:
-        super().__init__(options)
-        self._driver = History(options)
-        self._target: Offsets | None = None
-        self._logs: list[LogState] = []  # the latest description
-        self._acked: Offset | None = None  # the offset that this run has confirmed to the history
-        self._heard_ms = 0  # since then the streamer has answered without a failure, Unix ms; 0: the last call failed
+    def __init__(self, options: Options, columns: tuple[str, ...] | None = None) -> None:
+        super().__init__(options, columns)
+        if (options.ending_offsets, options.ending_timestamp) != (offsets.LATEST, None):
+            raise invalid("format uprotocol: endingOffsets and endingTimestamp are for spark.read, not for a stream")
+        self._session = HistorySession(options)
+        self._planner = Planner(self._session, self._on_loss)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._options,)  # in a task it is a new one
+        return _SourceReader, (self._options, self._columns)  # in a task
 
     def initialOffset(self) -> dict[str, Any]:
-        self._logs = self._driver.describe()
-        start = offsets.starting(offsets.parse(self._options.starting_offsets), self._logs)
-        known, _ = self._driver.prove(start.seqs, start.known)
-        start.known = start.known or known
-        if self._options.epochs == "complete" and start.gates is None:
-            start.gates = self._first_gates(self._driver, start)
-        self._hold(start)
-        return start.json()
+        return self._session.run(self._planner.begin(new_query())).json()
 
     def getDefaultReadLimit(self) -> ReadLimit:
         return ReadMaxRows(self._options.max_records_per_batch)
 
     def prepareForTriggerAvailableNow(self) -> None:
-        self._target = offsets.newest(self._driver.describe())
+        self._session.run(self._planner.fleet.end_at_present())
 
     def latestOffset(self, start: Mapping[str, Any], limit: ReadLimit) -> dict[str, Any]:
         assert isinstance(limit, ReadMaxRows | ReadAllAvailable), (
             f"expected ReadMaxRows or ReadAllAvailable, got {limit}"
         )
-        begin = Offset.of(start)
+        begin = Offset.of(start, self._options.authority)
         limit_records = limit.max_rows if isinstance(limit, ReadMaxRows) else None
-        try:
-            end = self._end(begin, limit_records)
-            if end == begin and self._target is None:
-                self._driver.wait(begin, min(IDLE_WAIT_MS, self._options.poll_timeout_ms))
-                end = self._end(begin, limit_records)
-        except UStatusError as error:
-            if not error.retryable or self._target is not None:
-                raise
-            self._heard_ms = 0
-            log.warning("the streamer is away; no new batch", authority=self._options.authority, error=str(error))
-            time.sleep(IDLE_WAIT_MS / 1000)
-            return begin.json()
-        return end.json()
+        end = self._session.run(self._planner.latest(begin, limit_records, IDLE_WAIT_S))
+        return dict(start) if end == begin else end.json()
 
-    def _end(self, start: Offset, limit_records: int | None) -> Offset:
-        self._logs = self._driver.describe()
-        end = self._plan(self._driver, start, self._logs, limit_records, self._target)
-        self._heard_ms = self._heard_ms or _now_ms()
-        if end.gates:
-            self._give_up(end, end.gates)
-        if self._acked is None or (end == start and self._acked != start):
-            # All records before `start` are in the sink: Spark finishes a batch, also after a restart, before it asks
-            # for the next one. But it calls `commit` only when the next one begins, which may never happen.
-            self._hold(start)
-        return end
-
-    def _give_up(self, end: Offset, gates: Gates) -> None:
-        """Deliver epochs whose keeper has sent no frontier for too long, if no wanted records are left to read."""
-        wanted = {log.incarnation.hex(): log.newest_match_seq for log in self._logs}
-        if self._target is not None:
-            wanted = {name: min(seq, self._target.get(name, 0)) for name, seq in wanted.items()}
-        if any(seq > end.seqs.get(name, 0) for name, seq in wanted.items()):
-            return
-        now_ms, timeout_ms = _now_ms(), round(self._options.epoch_timeout * 1000)
-        # a run with available_now does not wait; another one waits until the streamer has been back for the time-out
-        if self._target is not None or now_ms - self._heard_ms > timeout_ms:
-            end.gates = epochs.given_up(gates, now_ms, timeout_ms)
-
-    def _hold(self, acked: Offset) -> None:
-        needed, logs = offsets.needed(acked), self._logs or self._driver.describe()
-        seqs = {name: needed.seqs.get(name, 0) for name in (log.incarnation.hex() for log in logs)}
-        self._driver.hold(Offset(seqs, needed.known))
-        self._acked = acked
+    def reportLatestOffset(self) -> dict[str, Any]:
+        """By authority, how far the query is behind; Spark shows it as `latestOffset` of the source's progress."""
+        return self._planner.fleet.lag()
 
     def partitions(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[InputPartition]:
-        return self._partitions(Offset.of(start), Offset.of(end))
+        begun, ended = (Offset.of(one, self._options.authority) for one in (start, end))
+        return self._partitions(begun, ended, self._planner.counted)
 
     def commit(self, end: Mapping[str, Any]) -> None:
-        """All records up to `end` are in the sink, so the history need not keep them for this query."""
-        try:
-            self._hold(Offset.of(end))
-        except UStatusError as error:
-            if not error.retryable:
-                raise
-            log.warning(
-                "the streamer is away; it still keeps records that were committed",
-                authority=self._options.authority,
-                error=str(error),
-            )
+        """All records up to `end` are in the sink, so the histories need not keep them for this query."""
+        self._session.run(self._planner.commit(Offset.of(end, self._options.authority)))
 
     def stop(self) -> None:
-        self._driver.close()
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
+        self._session.run(self._planner.fleet.close())
+        self._session.close()

@@ -29,7 +29,8 @@ SHARED = {  # by all plugins
 }
 
 READING = {
-    "history.reading.subscriber",
+    "history.reading.client",
+    "history.records.visible",
     "history.records.witness",
     "history.epochs.frontier",
     "history.epochs.assembling",

@@ -36,7 +36,7 @@ CONFIG: Final = "streamer.config:Config"
 # models that are not part of Config
 SERVICES: Final = (
     "usubscription.__main__:ServiceConfig",
-    "spark_ingest.client:Options",
+    "spark_ingest.options:Options",
     "spark_ingest.pipeline:Trigger",
 )
 TABLE: Final = re.compile(r"<!-- settings: (?P<name>[\w.]+:\w+) -->\n(?P<table>.*?)<!-- end -->", re.DOTALL)

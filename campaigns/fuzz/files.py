@@ -214,17 +214,15 @@ def paused_file(data: bytes) -> None:
 @target
 def spark_offsets(data: bytes) -> None:
     with refusing(INVALID):
-        found = offsets.parse(data.decode(errors="surrogateescape"))
+        found = offsets.parse(data.decode(errors="surrogateescape"), "gateway")
         if isinstance(found, offsets.Offset):
             assert offsets.parse(json.dumps(found.json())) == found
-            offsets.split(offsets.Offset(), found)
-            logs = [
-                ustreamer_pb2.LogState(
-                    incarnation=bytes.fromhex(name), oldest_seq=1, newest_seq=1 << 40, newest_match_seq=1 << 40
-                )
-                for name in found.seqs
-            ]
-            offsets.advance(found.seqs, logs, 1_000)
+            ranges = list(offsets.ranges(offsets.Offset(), found, ()))
+            assert ranges == list(offsets.ranges(offsets.Offset(), found, ()))
+            if sum(one.until - one.after for one in ranges) < 1_000_000:
+                offsets.divide(ranges, {}, 20_000, 1)
+            for history in found.histories.values():
+                offsets.needed(history)
 
 
 @target

@@ -26,6 +26,9 @@ from history.log.log import Log
 from history.reading.acceptor import Acceptor, Record
 from history.service.service import HistoryService
 from spark_ingest import offsets
+from spark_ingest.client import HistorySession
+from spark_ingest.options import Options
+from spark_ingest.planner import Planner
 from streamer.egress.paused import Paused
 from streamer.operating.control import Control, ControlSocket
 from streamer.walk.endpoint import Endpoint, Endpoints
@@ -245,13 +248,37 @@ def history_answers(data: bytes) -> None:
             assert len(set(seen)) == len(seen), "a record was taken twice"
             assert len(accepted.records) <= sum(len(batch.seq) for batch in response.batches)
             accepted.state.request()
-    with refusing(UCode.INVALID_ARGUMENT):
-        described = payload.unpack(ustreamer.DescribeResponse)
-        logs = list(described.logs)
-        for where in (offsets.EARLIEST, offsets.LATEST):
-            start = offsets.starting(where, logs)
-            offsets.advance(start.seqs, logs, 1_000)
-            offsets.lost(start, logs)
+        loop().run_until_complete(_plan(response))
+
+
+class _AnyHistory(HistorySession):
+    """A session whose only history gives the same answer to each poll, and then is away."""
+
+    def __init__(self, answer: ustreamer.PollResponse) -> None:
+        super().__init__(_SPARK)
+        self._answers = [answer] * 3
+
+    async def call(self, authority: str, ask: Any) -> Any:
+        if not self._answers:
+            raise UStatusError(UCode.UNAVAILABLE, "it was asked three times")
+        return self._answers.pop()
+
+
+_SPARK: Final = Options(transport="none", authority="gateway", local_authority="spark", start_timeout=0)
+
+
+async def _plan(answer: ustreamer.PollResponse) -> None:
+    """Plans a batch for Spark, whose offsets go into a checkpoint and come back."""
+    planner = Planner(_AnyHistory(answer), lambda loss, authority: None)
+    try:
+        with refusing(UCode.UNAVAILABLE, UCode.DATA_LOSS, UCode.FAILED_PRECONDITION):
+            start = await planner.begin("q")
+            end = await planner.latest(start, 1_000, 0)
+            for offset in (start, end):
+                assert offsets.Offset.of(json.loads(json.dumps(offset.json()))) == offset
+            list(offsets.ranges(start, end, ()))
+    finally:
+        await planner.fleet.close()
 
 
 class _Kept(Paused):

@@ -89,6 +89,11 @@ class HistoryClient:
         asked = DescribeRequest(topics=topics, listing=DescribeRequest.LISTING_NONE)
         return list((await self._call(self._describe, asked, DescribeResponse, 0)).logs)
 
+    async def followed(self) -> list[UUri]:
+        """Returns the histories that this streamer follows, of publishers that we may read."""
+        asked = DescribeRequest(listing=DescribeRequest.LISTING_NONE, followed=True)
+        return list((await self._call(self._describe, asked, DescribeResponse, 0)).followed)
+
     async def topics(self, topics: Iterable[UUri] = ()) -> AsyncIterator[TopicState]:
         """Yields the state of each topic that matches, page by page. A topic that appears or is forgotten meanwhile may
         be missing; all others come once."""
@@ -194,7 +199,7 @@ class FrontierPages:
 
 def is_sound(answer: PollResponse) -> bool:
     """Returns whether every incarnation has 16 bytes."""
-    lists = (answer.begin, answer.next, answer.gaps, answer.batches, answer.frontiers)
+    lists = (answer.begin, answer.next, answer.gaps, answer.batches, answer.frontiers, answer.plan)
     return all(len(one.incarnation) == INCARNATION_BYTES for each in lists for one in each)
 
 

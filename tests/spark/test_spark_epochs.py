@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import random
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
@@ -18,10 +19,11 @@ from history.epochs.assembling import BEGUN, BEGUN_THERE, MISSED, ODD, UNREPORTE
 from history.epochs.frontier import Epoch
 from history.epochs.merging import GROUPS_MAX, REST
 from history.reading.client import HistoryClient
-from spark_ingest import epochs, offsets, source
-from spark_ingest.client import History, Options
+from spark_ingest import epochs, fleet, offsets, planner, polls, source
+from spark_ingest.client import HistorySession
 from spark_ingest.epochs import BatchFrontiers, Choice, FrontierRecord, Gates
-from spark_ingest.offsets import Offset
+from spark_ingest.offsets import HistoryOffset, Offset
+from spark_ingest.options import Options
 from spark_ingest.source import BatchReader, StreamReader
 from tests.history.test_epochs_whole import LAPS, OTHER, SIGNALS, World, inline
 from tests.history.world import SERVICE
@@ -45,27 +47,33 @@ class Played:
         self.seed, self.dice = seed, random.Random(seed)
         self.loop = VirtualLoop(seed)
         self.world = World()
-        self.held: list[dict[str, int]] = []
+        self.open: StreamReader | None = None
         played = self
 
-        class Direct(History):
-            def _submit(self, call: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> Future[T]:
+        class Direct(HistorySession):
+            def run(self, call: Coroutine[Any, Any, T], limit_s: float | None = None) -> T:
+                return played.run(call)
+
+            def submit(self, call: Coroutine[Any, Any, T]) -> Future[T]:
                 answer = Future[T]()
                 try:
-                    answer.set_result(played.run(call(played.client)))
+                    answer.set_result(played.run(call))
                 except UStatusError as error:
                     answer.set_exception(error)
                 return answer
 
-            def hold(self, acked: Offset) -> None:
-                played.held.append(acked.seqs)
+            async def call(self, authority: str, ask: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> T:
+                return await ask(played.client)
 
-            def close(self) -> None:
-                pass
+        @contextlib.contextmanager
+        def direct(options: Options) -> Iterator[HistorySession]:
+            yield Direct(options)
 
         monkeypatch.setattr(asyncio, "to_thread", inline)
-        monkeypatch.setattr(source, "History", Direct)
-        monkeypatch.setattr(source, "_now_ms", lambda: self.world.now_ms)
+        monkeypatch.setattr(source, "HistorySession", Direct)
+        monkeypatch.setattr(source, "shared", direct)
+        for module in (planner, polls, fleet):
+            monkeypatch.setattr(module, "now_ms", lambda: self.world.now_ms)
 
     def run(self, what: Coroutine[Any, Any, T]) -> T:
         asyncio.set_event_loop(self.loop)
@@ -86,6 +94,7 @@ class Played:
             self.run(asyncio.sleep(1.0))
 
     def end(self) -> None:
+        self.stop()
         self.world.keeper.close()
         self.run(self.world.close())
         asyncio.set_event_loop(None)
@@ -96,18 +105,23 @@ class Played:
         return Options.model_validate(made | {"epochs": "complete", "poll_timeout_ms": 1_000} | more)
 
     def reader(self, **more: Any) -> StreamReader:
-        return StreamReader(self.options(**more))
+        self.stop()
+        self.open = StreamReader(self.options(**more))
+        return self.open
+
+    def stop(self) -> None:
+        if self.open is not None:
+            self.open.stop()
 
 
 def rows(reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) -> list[Row]:
     found = []
     for part in reader.partitions(start, end):
         for batch in reader.read(part):
-            for row in batch.select(["seq", "epoch", "epoch_incomplete"]).to_pylist():
+            for row in batch.select(["incarnation", "seq", "epoch", "epoch_incomplete"]).to_pylist():
                 epoch = row["epoch"]
                 named = None if epoch is None else Epoch(epoch["group"], tuple(epoch["time"]))
-                log = part.range.incarnation  # type: ignore[attr-defined]
-                found.append(((log, row["seq"]), named, row["epoch_incomplete"]))
+                found.append(((row["incarnation"], row["seq"]), named, row["epoch_incomplete"]))
     return found  # type: ignore[return-value]
 
 
@@ -122,7 +136,7 @@ def play(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
         more["max_records_per_batch"] = str(dice.choice([3, 20, 100]))
     reader = played.reader(**more)
     offset = reader.initialOffset()
-    begun = Offset.of(offset).seqs
+    begun = Offset.of(offset).histories["gateway"].seqs
     batches: list[list[Row]] = []
     for turn in itertools.count():
         if turn < ROUNDS:
@@ -139,9 +153,8 @@ def play(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
         again = dice.random() < 0.2
         batches.append(rows(reader, offset, end))
         if again:
-            assert rows(played.reader(**more), offset, end) == batches[-1], (
-                f"seed {seed}: a batch differs at its second reading"
-            )
+            reader = played.reader(**more)
+            assert rows(reader, offset, end) == batches[-1], f"seed {seed}: a batch differs at its second reading"
         reader.commit(end)
         offset = end
     truth = played.run(played.world.truth())
@@ -222,6 +235,12 @@ def test_each_row_comes_once_if_the_option_epochs_changes_between_runs(
 
 
 # --- one rule at a time
+
+
+def stored(offset: HistoryOffset) -> HistoryOffset:
+    """An offset as it comes back from a checkpoint."""
+    return Offset.of(json.loads(json.dumps(Offset("q", 1, {"car": offset}).json()))).histories["car"]
+
 
 A, B, CLOUD = "aa" * 16, "bb" * 16, "cc" * 16
 KEY: Final = ("car", 4, "g")
@@ -361,8 +380,8 @@ def test_a_query_that_continues_with_whole_epochs_gets_the_rest_of_a_begun_epoch
 
 def test_a_query_that_continues_without_whole_epochs_gets_the_waiting_records() -> None:
     waits = gates_after(frontier(2, 2, {7}, opened={7}))
-    start = Offset({A: 5}, gates=waits)
-    (range,) = offsets.split(start, Offset({A: 5}))
+    start, end = (Offset("q", 1, {"car": HistoryOffset({A: 5}, gates=gates)}) for gates in (waits, None))
+    (range,) = offsets.ranges(start, end, ())
     assert (range.after, range.until, range.seq) == (2, 5, 5)
     assert chosen(waits, {}, records(A, A, 7, 8, 7, first=3), 5) == {3: None, 5: None}
 
@@ -462,7 +481,7 @@ def test_a_group_may_start_again_with_times_of_another_length() -> None:
     idle = gates_after(frontier(2, 2, {7}, opened={7}), frontier(3, 2, set(), ended="7"))
     restarted = gates_after(two, gates=idle, start={A: 100})
     assert set(restarted[KEY].held) == {(8, 1)}
-    assert Offset.of(json.loads(json.dumps(Offset({A: 101}, gates=restarted).json()))).gates == restarted
+    assert stored(HistoryOffset({A: 101}, gates=restarted)).gates == restarted
 
 
 def test_frontiers_take_bounded_space_in_a_checkpoint() -> None:
@@ -514,11 +533,11 @@ def test_a_checkpoint_contains_the_waiting_epochs() -> None:
     begun = epochs.begin([frontier(2, 2, {3, 5})], is_new=True)
     assert begun[KEY].filter == {(5,)}
     gates = gates_after(frontier(7, 3, {5, 9}, opened={9}), gates=begun)
-    offset = Offset({A: 9}, gates=gates)
-    assert Offset.of(json.loads(json.dumps(offset.json()))) == offset
+    offset = HistoryOffset({A: 9}, gates=gates)
+    assert stored(offset) == offset
     for wrong in (7, [7], [["car", 4, "g", {}]], [["car", "x", "g", gates[KEY].json()]], {"a": 1}):
         with pytest.raises(UStatusError, match="expected waiting epochs"):
-            Offset.of({A: 9, "epochs": wrong})
+            Offset.of({A: 9, "epochs": wrong}, "car")
     gate = gates[KEY].json()
     with pytest.raises(UStatusError, match="different lengths"):
-        Offset.of({"epochs": [[*KEY, gate | {"filter": [[1, 2]]}]]})
+        Offset.of({"epochs": [[*KEY, gate | {"filter": [[1, 2]]}]]}, "car")

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_ingest import offsets
-from spark_ingest.offsets import LogLoss, Offset, Range
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import LogState
+from spark_ingest.offsets import Backfill, Coverage, Delivered, HistoryOffset, LogLoss, Offset, Range
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, LogPlan, Position, Witness
 from uprotocol.status import UStatusError
 
 A, B, C = "aa" * 16, "bb" * 16, "cc" * 16
@@ -30,121 +30,143 @@ ENTRIES: list[object] = [
 WRONG = [json.dumps({A: entry}) for entry in ENTRIES]
 
 
-def log(name: str, newest: int, oldest: int = 1, wanted: int | None = None, *, durable: bool = True) -> LogState:
-    wanted = newest if wanted is None else wanted
-    incarnation = bytes.fromhex(name)
-    return LogState(
-        incarnation=incarnation, oldest_seq=oldest, newest_seq=newest, newest_match_seq=wanted, durable=durable
-    )
+def cut(seq: int, records: int = 1, digest: bytes = b"") -> LogPlan.Cut:
+    witnesses = [Witness(seq=seq, digest=digest)] if digest else []
+    return LogPlan.Cut(position=Position(seq=seq, witnesses=witnesses), records=records)
 
 
-logs = st.lists(
-    st.builds(
-        lambda name, oldest, more, quiet: log(name * 16, oldest + more, oldest, max(0, oldest + more - quiet)),
-        st.sampled_from(["aa", "bb", "cc"]),
-        st.integers(1, 1000),
-        st.integers(0, 100_000),
-        st.integers(0, 50),
-    ),
-    unique_by=lambda state: state.incarnation,
-    max_size=3,
-)
+def of(history: HistoryOffset) -> Offset:
+    return Offset("q", 1, {"car": history})
 
 
-@given(logs, st.integers(1, 60_000), st.sampled_from(["earliest", "latest"]))
-def test_batches_meet_and_reach_the_end(logs: list[LogState], limit: int, where: str) -> None:
-    start = offsets.starting(where, logs)
-    assert Offset.of(json.loads(json.dumps(start.json()))) == start
-    seen: dict[str, int] = dict(start.seqs)
-    for _ in range(400_000 // limit + 6):
-        end = offsets.between(start, offsets.advance(start.seqs, logs, limit), {}, {})
-        if end == start:
-            break
-        ranges = offsets.split(start, end)
-        assert 0 < sum(range.until - range.after for range in ranges) <= max(limit, len(logs))
-        for part in ranges:
-            assert part.after == seen.get(part.incarnation, 0)
-            seen[part.incarnation] = part.until
-        assert offsets.split(start, end) == ranges
-        start = end
-    for state in logs:
-        expected = state.newest_seq if where == "latest" and state.newest_match_seq else state.newest_match_seq
-        assert start.seqs.get(state.incarnation.hex(), 0) >= expected
+def ranges(start: HistoryOffset, end: HistoryOffset) -> list[Range]:
+    return list(offsets.ranges(of(start), of(end), ()))
 
 
-@given(logs, st.integers(1, 60_000), st.integers(0, 2_000))
-def test_a_batch_never_passes_its_target(logs: list[LogState], limit: int, behind: int) -> None:
-    target = {state.incarnation.hex(): max(0, state.newest_seq - behind) for state in logs}
-    end = offsets.advance({}, logs, limit, target)
-    assert all(seq <= target[name] for name, seq in end.items())
+sparse = st.lists(st.tuples(st.integers(1, 5_000), st.integers(1, 300)), max_size=12)
 
 
-def test_no_limit_reads_all_and_a_limit_is_shared() -> None:
-    states = [log(A, 10), log(B, 1_000), log(C, 1_000)]
-    assert offsets.advance({}, states, None) == {A: 10, B: 1_000, C: 1_000}
-    assert offsets.advance({}, states, 100) == {A: 10, B: 45, C: 45}
-    assert offsets.advance({A: 10}, states, 1) == {A: 10, B: 1, C: 1}  # one each at least: none starves
+@given(st.integers(0, 1_000), sparse, st.integers(1, 400), st.integers(1, 9))
+def test_partitions_meet_and_keep_their_limit(begin: int, steps: list[tuple[int, int]], limit: int, least: int) -> None:
+    counted, seq = [], begin
+    for distance, records in steps:
+        seq += distance
+        counted.append((seq, min(records, distance)))
+    given = ranges(HistoryOffset({A: begin}), HistoryOffset({A: seq}))
+    parts = offsets.divide(given, {("car", A, ()): counted}, limit, least)
+    pieces = [piece for part in parts for piece in part]
+    assert [piece.after for piece in pieces] == [begin, *(piece.until for piece in pieces)][: len(pieces)]
+    assert not pieces or pieces[-1].until == seq
+    total = sum(records for _, records in counted)
+    most = max(1, min(limit, -(-total // least)))
+    for part in parts:
+        inside = [records for at, records in counted for piece in part if piece.after < at <= piece.until]
+        assert sum(inside) <= most or len(inside) == 1
+    uncounted = [piece for part in offsets.divide(given, {}, limit, least) for piece in part]
+    assert sum(piece.until - piece.after for piece in uncounted) == seq - begin
+    assert all(piece.until - piece.after <= limit for piece in uncounted)
 
 
-def test_a_log_with_new_records_of_other_topics_alone_keeps_its_seq() -> None:
-    assert offsets.advance({A: 5}, [log(A, 500, wanted=5), log(B, 3, wanted=0)], None) == {A: 5}
-    assert offsets.advance({A: 5}, [log(A, 500, wanted=6)], None) == {A: 500}
+def test_many_small_ranges_share_partitions() -> None:
+    end = Offset("q", 1, {f"car{number}": HistoryOffset({A: 10}) for number in range(200)})
+    given = list(offsets.ranges(Offset(), end, ()))
+    parts = offsets.divide(given, {}, 20_000, 1)
+    assert [len(part) for part in parts] == [64, 64, 64, 8]
+    assert len(offsets.divide(given, {}, 20_000, 10)) == 10
+    assert len(offsets.divide(given, {}, 1, 1)) == 2_000
 
 
-def test_losses() -> None:
-    # Poll shows whether that is a loss
-    assert offsets.lost(Offset({A: 5}), [log(A, 9, oldest=8), log(B, 3)]) == []
-    assert offsets.lost(Offset({A: 5, C: 1}), [log(B, 4)]) == [LogLoss(A, 5, 0), LogLoss(C, 1, 0)]
-    assert str(LogLoss(A, 5, 8)) == f"records 6 to 7 of log {A} are lost"
-    assert "are lost" in str(LogLoss(A, 5, 0))
-    assert offsets.starting("earliest", [log(A, 9, oldest=8), log(B, 0, oldest=0)]) == Offset({A: 7})
-    # lost records do not count against the limit
-    assert offsets.advance({A: 5, B: 1}, [log(A, 9, oldest=8)], 1) == {A: 8}
-
-
-def test_a_range_is_cut_for_several_tasks() -> None:
-    records = 3 * offsets.PARTITION_RECORDS_MIN
-    parts = offsets.split(Offset({A: 7}), Offset({A: 7 + records, B: 3}))
-    assert [part.until - part.after for part in parts] == [records // 3] * 3 + [3]
-    assert parts[-1] == Range(B, 0, 3)
-    assert len(offsets.split(Offset(), Offset({A: 10**9}))) == offsets.PARTITIONS_MAX
-    assert offsets.split(Offset({A: 3}), Offset({A: 3})) == offsets.split(Offset({A: 3}), Offset()) == []
-
-
-def test_only_logs_with_wanted_records_count() -> None:
-    states = [log(A, 10), log(B, 9, 5, 0, durable=False), log(C, 9, 5, 7, durable=False)]
-    assert offsets.starting("latest", states) == Offset({A: 10, C: 9}, unread=frozenset([C]))
-    assert offsets.starting("earliest", states) == Offset({C: 4})
-    assert offsets.lost(offsets.starting("latest", states), [log(A, 10)]) == []
-    moved = offsets.between(offsets.starting("latest", states), {A: 10, C: 12}, {}, {})
-    assert offsets.lost(moved, [log(A, 10)]) == [LogLoss(C, 12, 0)]
+def test_losses_name_their_cause() -> None:
+    start = HistoryOffset({A: 5, C: 1})
+    assert offsets.lost(start, [A, B]) == [LogLoss(C, 1, 0, Gap.REASON_INCARNATION)]
+    assert offsets.lost(HistoryOffset({A: 5, C: 1}, unread=frozenset([C])), [A]) == []
+    assert str(LogLoss(A, 5, 8, Gap.REASON_RETENTION)).startswith(f"records 6 to 7 of log {A} are lost: retention")
+    assert "damaged" in str(LogLoss(A, 5, 8, Gap.REASON_CORRUPTION))
+    assert "another log has replaced it" in str(LogLoss(A, 5, 0))
+    assert "beyond the end of the log" in str(LogLoss(A, 200, 91, Gap.REASON_CORRUPTION, is_beyond=True))
 
 
 def test_a_log_that_went_back_is_read_from_the_last_record_that_agrees() -> None:
-    start = Offset({A: 200, B: 5}, {A: {90: b"a", 150: b"b", 200: b"c"}, B: {5: b"d"}})
+    start = HistoryOffset({A: 200, B: 5}, {A: {90: b"a", 150: b"b", 200: b"c"}, B: {5: b"d"}})
     loss = LogLoss(A, 200, 91)
     assert loss.went_back
     assert "up to seq 90; records 91 to 200 may be lost" in str(loss)
     assert not LogLoss(A, 5, 7).went_back
-    begin = start.back_to({A: loss})
-    assert (begin.seqs, begin.known[A]) == ({A: 90, B: 5}, {90: b"a"})
-    end = offsets.between(start, {A: 200, B: 5}, {A: {90: b"a", 200: b"new"}, B: {5: b"d"}}, {A: 90})
-    assert Offset.of(json.loads(json.dumps(end.json()))) == end
-    assert offsets.split(start, end) == [Range(A, 90, 200, ((90, b"a"), (200, b"new")))], (
+    end = offsets.moved(start, {A: [cut(150), cut(200, digest=b"new")]}, {A: 90})
+    assert end.known[A] == {90: b"a", 200: b"new"}
+    assert stored(end) == end
+    (range,) = ranges(start, end)
+    assert (range.after, range.until, range.known) == (90, 200, ((90, b"a"), (200, b"new"))), (
         "the seqs are the same but the log went back"
     )
-    assert offsets.split(end, end) == []
-    further = offsets.between(end, {A: 210, B: 6}, {A: {210: b"e"}}, {})
-    assert [(one.incarnation, one.after, one.until) for one in offsets.split(end, further)] == [
-        (A, 200, 210),
-        (B, 5, 6),
-    ]
+    assert ranges(end, end) == []
+    further = offsets.moved(end, {A: [cut(210)], B: [cut(6)]}, {})
+    assert [(one.incarnation, one.after, one.until) for one in ranges(end, further)] == [(A, 200, 210), (B, 5, 6)]
+    short = offsets.moved(start, {}, {A: 90})
+    assert (short.seqs, short.known[A], ranges(start, short)) == ({A: 90, B: 5}, {90: b"a"}, [])
+
+
+def test_the_first_batch_begins_where_the_query_began_whatever_spark_says() -> None:
+    begun, later = Offset("q", 1, {"car": HistoryOffset({A: 5})}), Offset("r", 9, {"car": HistoryOffset({A: 70})})
+    end = Offset("q", 1, {"car": HistoryOffset({A: 60})}, begun.histories)
+    assert Offset.of(json.loads(json.dumps(end.json()))) == end
+    assert list(offsets.ranges(later, end, ())) == list(offsets.ranges(begun, end, ())) != []
+
+
+def test_topics_that_change_make_a_backfill() -> None:
+    one, two, all_ = (
+        Coverage(("//car/1/1/8000",), "v"),
+        Coverage(("//car/1/1/8000", "//car/1/1/8001"), "v"),
+        Coverage((), "v"),
+    )
+    offset = HistoryOffset({A: 9}, coverage=one)
+    assert offset.covering(one, added="earliest") is offset
+    more = offset.covering(two, added="earliest")
+    (backfill,) = more.backfills
+    assert backfill == Backfill(("//car/1/1/8001",), {}, {A: 9}, (Delivered(one, {A: 9}),))
+    assert (more.past, offset.covering(two, added="latest").backfills) == ((), ())
+    less = more.covering(one, added="earliest")
+    assert (less.backfills, less.past) == (more.backfills, (Delivered(two, {A: 9}),))
+    assert less.covering(all_, added="earliest").past == ()
+    assert stored(less) == less
+    assert offset.covering(Coverage(one.topics, "w"), added="earliest").backfills[0].topics == one.topics
+    assert HistoryOffset({A: 9}).covering(one, added="earliest").backfills == ()
+    with pytest.raises(UStatusError, match="epochs 'complete' cannot add topics"):
+        HistoryOffset({A: 9}, coverage=one, gates={}).covering(two, added="earliest")
+    for number in range(offsets.PAST_MAX):
+        offset = offset.covering(Coverage(("//car/1/1/8000",), str(number)), added="latest")
+    with pytest.raises(UStatusError, match="have changed more than 16 times"):
+        offset.covering(Coverage(("//car/1/1/8000",), "x"), added="latest")
+
+
+def test_records_that_wait_hold_the_cursor() -> None:
+    backfill = Backfill((), {A: 3}, {A: 9, B: 4}, ())
+    assert offsets.needed(HistoryOffset({A: 12, B: 6}, backfills=(backfill,))) == {A: 3, B: 0}
+    over = Backfill((), {A: 9, B: 4}, {A: 9, B: 4}, ())
+    assert offsets.needed(HistoryOffset({A: 12, B: 6}, backfills=(over,))) == {A: 12, B: 6}
+
+
+def stored(offset: HistoryOffset) -> HistoryOffset:
+    """An offset as it comes back from a checkpoint."""
+    return Offset.of(json.loads(json.dumps(of(offset).json()))).histories["car"]
+
+
+def parsed(text: str) -> HistoryOffset:
+    found = offsets.parse(text, "car")
+    assert isinstance(found, Offset)
+    return found.histories["car"]
 
 
 def test_parse() -> None:
     assert offsets.parse("Earliest") == "earliest"
-    assert offsets.parse(json.dumps({B: 2, A: 0})) == Offset({B: 2})
-    assert offsets.parse(json.dumps({A: {"seq": 7, "known": [[7, "0a"]]}})) == Offset({A: 7}, {A: {7: b"\x0a"}})
+    assert parsed(json.dumps({B: 2, A: 0})) == HistoryOffset({B: 2})
+    assert parsed(json.dumps({A: {"seq": 7, "known": [[7, "0a"]]}})) == HistoryOffset({A: 7}, {A: {7: b"\x0a"}})
+    fleet = offsets.parse(json.dumps({"car1": {A: 3}, "car2": {B: 4}}))
+    assert fleet == Offset(histories={"car1": HistoryOffset({A: 3}), "car2": HistoryOffset({B: 4})})
+    with pytest.raises(UStatusError, match="by authority"):
+        offsets.parse(json.dumps({A: 3}))
+    with pytest.raises(UStatusError, match="newer up-streamer"):
+        offsets.parse(json.dumps({"version": 3}))
     for wrong in (
         "newest",
         "[1]",
@@ -156,7 +178,7 @@ def test_parse() -> None:
         *WRONG,
     ):
         with pytest.raises(UStatusError):
-            offsets.parse(wrong)
+            offsets.parse(wrong, "car")
 
 
 # as version 0.1.0, and the last one before topics came in pages, have written them
@@ -168,10 +190,11 @@ CHECKPOINTS = [
 
 
 @pytest.mark.parametrize("text", CHECKPOINTS, ids=["seqs alone", "with digests", "of a log that went back"])
-def test_a_checkpoint_is_read_and_written_unchanged(text: str) -> None:
-    offset = Offset.of(json.loads(text))
-    assert json.dumps(offset.json(), sort_keys=True, separators=(",", ":")) == text
-    grown = [log(A, 90_000, 1, 80_000), log(B, 9, durable=False)]
-    assert not offsets.lost(offset, grown)
-    end = offsets.between(offset, offsets.advance(offset.seqs, grown, 100), {}, {})
-    assert {log for log, seq in end.seqs.items() if seq > offset.seqs.get(log, 0)} == {A, B}
+def test_a_checkpoint_of_version_1_is_continued(text: str) -> None:
+    offset = Offset.of(json.loads(text), "car").histories["car"]
+    assert stored(offset) == offset
+    (log, *_) = offset.seqs
+    grown = offsets.moved(offset, {log: [cut(90_000)]}, {})
+    assert [(one.incarnation, one.after, one.until) for one in ranges(offset, grown)] == [
+        (log, offset.seqs[log], 90_000)
+    ]

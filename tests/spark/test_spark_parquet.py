@@ -90,4 +90,4 @@ def test_the_command_reports_a_wrong_configuration(tmp_path: Path, capsys: pytes
     assert command.main(["--config", str(file)]) == command.EXIT_CONFIG
     errors = capsys.readouterr().err
     assert "source.autority: unknown key" in errors
-    assert "source.authority: Field required" in errors
+    assert "source.localAuthority: Field required" in errors

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from spark_ingest import parquet, pipeline
-from spark_ingest.client import History, Options
+from spark_ingest.client import HistorySession
+from spark_ingest.client import read as read_ranges
 from spark_ingest.decode import Decoder, RecordColumns
-from spark_ingest.offsets import Offset, Range
+from spark_ingest.offsets import HistoryOffset, Offset, Range
+from spark_ingest.options import Options
 from spark_ingest.source import StreamReader
 from streamer.demo import drive
 from tests.tiers import full
@@ -149,25 +151,34 @@ def eventually(holds: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def read(options: Options, range: Range) -> list[int]:
-    with contextlib.closing(History(options)) as history:
-        return [seq for batch in history.read(range, _no_loss) for seq in batch.seq]
+def history_of(offset: dict[str, Any]) -> HistoryOffset:
+    return Offset.of(offset, "gateway").histories.get("gateway", HistoryOffset())
 
 
 def seqs_of(offset: dict[str, Any]) -> dict[str, int]:
-    return Offset.of(offset).seqs
+    return history_of(offset).seqs
+
+
+def latest(reader: StreamReader, start: dict[str, Any], seq: int, log: str = "") -> dict[str, Any]:
+    """The end of the batches after `start` that reach `seq` in the log, the durable one by default."""
+    deadline = time.monotonic() + DEADLINE_S
+    while (max(seqs_of(start).values(), default=0) if not log else seqs_of(start).get(log, 0)) < seq:
+        start = reader.latestOffset(start, reader.getDefaultReadLimit())
+        assert time.monotonic() < deadline, f"expected to reach seq {seq}, got {start}"
+    return start
+
+
+def v2(seqs: dict[str, int], query: str = "q") -> dict[str, Any]:
+    """An offset of the history of the host."""
+    return Offset(query, 1, {"gateway": HistoryOffset(dict(seqs))}).json()
 
 
 def reach(*readers: StreamReader) -> None:
     """Wait until the readers reach a host after its restart."""
-
-    def answers(reader: StreamReader) -> bool:
-        with contextlib.suppress(UStatusError):
-            return bool(reader._driver.describe())
-        return False
-
     for reader in readers:
-        eventually(lambda reader=reader: answers(reader))  # type: ignore[misc]
+        for member in reader._planner.fleet.members.values():
+            member.wake.set()  # instead of the pause between two calls
+        eventually(lambda reader=reader: not any("away" in lag for lag in reader.reportLatestOffset().values()))  # type: ignore[misc]
 
 
 def rows_of(reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) -> list[int]:
@@ -176,7 +187,7 @@ def rows_of(reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) ->
     ]
 
 
-def _no_loss(loss: object) -> None:
+def _no_loss(loss: object, _: object) -> None:
     raise AssertionError(f"expected no loss, got {loss}")
 
 
@@ -194,7 +205,6 @@ def test_wrong_options_are_named() -> None:
     options = Options.of(right)
     assert options.topics == ("up://*/8001/1/FFFF", "up:/1/1/8000")
     assert (options.max_records_per_batch, options.fail_on_data_loss, options.starting_offsets) == (5, True, "earliest")
-    assert options.consumer_name == Options.of(right).consumer_name != Options.of(right | {"topics": ""}).consumer_name
     for wrong, error in (
         ({"topic": "x"}, "unknown option 'topic'; known: transport, transportConfig"),
         ({"topics": "up://x/1"}, "three path segments"),
@@ -213,14 +223,13 @@ def test_wrong_options_are_named() -> None:
 
 
 def test_a_batch_is_planned_read_twice_the_same_and_acknowledged(host: Host) -> None:
-    messages = samples(25_000)
-    host.ask(messages)
+    host.ask(samples(25_000))
     reader = StreamReader(host.options(max_records_per_batch=21_000))
     try:
         start = reader.initialOffset()
-        assert start == {}
-        # nothing may be forgotten from now on
-        assert host.ask()["cursors"] == {f"consumer:{host.options().consumer_name}": 0}
+        assert seqs_of(start) == {}
+        consumer = f"consumer:spark-{start['query']}"
+        assert host.ask()["cursors"] == {consumer: 0}, "nothing may be forgotten from now on"
         end = reader.latestOffset(start, reader.getDefaultReadLimit())
         assert seqs_of(end) == {host.incarnation: 21_000}
         partitions = reader.partitions(start, end)
@@ -230,18 +239,19 @@ def test_a_batch_is_planned_read_twice_the_same_and_acknowledged(host: Host) -> 
             for _ in range(2)
         ]
         assert twice == [list(range(1, 21_001))] * 2
+        assert StreamReader(host.options()).partitions(start, end) == [
+            *StreamReader(host.options(max_records_per_batch=21_000)).partitions(start, end)
+        ], "after a restart the plan is not known"
         reader.commit(end)
-        assert host.ask()["cursors"] == {f"consumer:{host.options().consumer_name}": 21_000}
-        last = reader.latestOffset(end, reader.getDefaultReadLimit())
-        assert seqs_of(last) == {host.incarnation: 25_000}
+        assert host.ask()["cursors"] == {consumer: 21_000}
+        last = latest(reader, end, 25_000)
         host.ask(samples(10))
         reader.prepareForTriggerAvailableNow()
         host.ask(samples(10))
-        assert seqs_of(reader.latestOffset(last, reader.getDefaultReadLimit())) == {host.incarnation: 25_010}
-        assert reader.latestOffset({host.incarnation: 25_010}, reader.getDefaultReadLimit()) == {
-            host.incarnation: 25_010
-        }
-        assert host.ask()["cursors"] == {f"consumer:{host.options().consumer_name}": 25_010}
+        over = reader.latestOffset(last, reader.getDefaultReadLimit())
+        assert seqs_of(over) == {host.incarnation: 25_010}
+        assert reader.latestOffset(over, reader.getDefaultReadLimit()) == over
+        assert host.ask()["cursors"] == {consumer: 25_010}
     finally:
         reader.stop()
 
@@ -264,26 +274,45 @@ def test_topics_select_records_and_others_make_no_batch(host: Host) -> None:
         reader.stop()
 
 
+def test_thirty_rows_of_a_rare_topic_are_one_batch_and_one_partition(host: Host) -> None:
+    rare = uris.uri("mcu1", 0x99, 1, 0x8000)
+    for _ in range(30):
+        host.ask([UMessageBuilder.publish(rare).build(), *samples(300)])
+    reader = StreamReader(host.options(topics=uris.format(rare), max_records_per_batch=100))
+    try:
+        start = reader.initialOffset()
+        end = reader.latestOffset(start, reader.getDefaultReadLimit())
+        (part,) = reader.partitions(start, end)
+        assert sum(batch.num_rows for batch in reader.read(part)) == 30
+        reader.commit(end)
+        assert reader.latestOffset(end, reader.getDefaultReadLimit()) == end
+        eventually(lambda: [*host.ask()["cursors"].values()] == [host.ask()["newest"]])
+    finally:
+        reader.stop()
+
+
 @full
 def test_reading_waits_for_a_streamer_that_restarts(host: Host) -> None:
     host.ask(samples(30_000))
-    with contextlib.closing(History(host.options(poll_timeout_ms=1_000))) as history:
-        found = history.read(Range(host.incarnation, 0, 30_000), _no_loss)
-        seqs = list(next(found).seq)
+    with contextlib.closing(HistorySession(host.options(poll_timeout_ms=1_000))) as session:
+        found = read_ranges(session, [Range("gateway", host.incarnation, 0, 30_000)], _no_loss)
+        seqs = list(next(found)[1].seq)
         host.kill()
         host.start()
-        seqs += [seq for batch in found for seq in batch.seq]
+        seqs += [seq for _, batch in found for seq in batch.seq]
     assert seqs == list(range(1, 30_001))
-    reader = StreamReader(host.options(poll_timeout_ms=300))
+    reader, at = StreamReader(host.options(poll_timeout_ms=300)), v2({host.incarnation: 7})
     try:
-        assert seqs_of(reader.latestOffset({}, reader.getDefaultReadLimit())) == {host.incarnation: 30_000}
+        end = latest(reader, reader.initialOffset(), 30_000)
         host.kill()
+        eventually(lambda: "away" in reader.reportLatestOffset()["gateway"])
         # no news, no failure
-        assert reader.latestOffset({host.incarnation: 7}, reader.getDefaultReadLimit()) == {host.incarnation: 7}
-        reader.commit({host.incarnation: 7})
-        reader._target = {host.incarnation: 9}
-        with pytest.raises(UStatusError):  # but a run that is to end can't end like that
-            reader.latestOffset({host.incarnation: 7}, reader.getDefaultReadLimit())
+        assert reader.latestOffset(end, reader.getDefaultReadLimit()) == end
+        reader.commit(end)
+        with contextlib.suppress(UStatusError):
+            reader.prepareForTriggerAvailableNow()
+        with pytest.raises(UStatusError, match="gateway: "):  # but a run that is to end can't end like that
+            reader.latestOffset(at, reader.getDefaultReadLimit())
         host.start()
     finally:
         reader.stop()
@@ -297,14 +326,15 @@ def test_a_loss_by_retention_is_reported_with_its_bounds(hosting: Callable[..., 
     strict, loose = StreamReader(host.options()), StreamReader(host.options(fail_on_data_loss=False))
     try:
         (part,) = strict.partitions({host.incarnation: 5}, {host.incarnation: state["newest"]})
-        with pytest.raises(UStatusError, match=rf"records 6 to \d+ of log {host.incarnation} are lost.*failOnDataLoss"):
+        lost = rf"gateway: records 6 to \d+ of log {host.incarnation} are lost: retention deleted them.*failOnDataLoss"
+        with pytest.raises(UStatusError, match=lost):
             list(strict.read(part))
         rows = [seq for batch in loose.read(part) for seq in batch["seq"].to_pylist()]
         assert rows == list(range(rows[0], state["newest"] + 1))
         missing = "ab" * 16
-        with pytest.raises(UStatusError, match=f"the log {missing} and"):
+        with pytest.raises(UStatusError, match=f"gateway: the log {missing} and"):
             strict.latestOffset({missing: 3}, strict.getDefaultReadLimit())
-        assert set(loose.latestOffset({missing: 3}, loose.getDefaultReadLimit())) == {host.incarnation}
+        assert set(seqs_of(loose.latestOffset({missing: 3}, loose.getDefaultReadLimit()))) == {host.incarnation}
         assert [batch for part in loose.partitions({}, {missing: 3}) for batch in loose.read(part)] == []
     finally:
         strict.stop()
@@ -318,11 +348,9 @@ def test_retention_deletes_after_commit(hosting: Callable[..., Host]) -> None:
         host.ask(samples(1))  # a cursor holds what comes after it
         start = reader.initialOffset()
         newest = host.ask(samples(2_000))["newest"]
-        end = reader.latestOffset(start, reader.getDefaultReadLimit())
-        assert seqs_of(end) == {host.incarnation: newest}
-        (part,) = reader.partitions(start, end)
-        assert sum(batch.num_rows for batch in reader.read(part)) >= 2_000
-        assert host.ask(samples(1))["oldest"] <= max(1, min(start.values(), default=0) + 1)
+        end = latest(reader, start, newest)
+        assert len(rows_of(reader, start, end)) >= 2_000
+        assert host.ask(samples(1))["oldest"] <= max(1, min(seqs_of(start).values(), default=0) + 1)
         reader.commit(end)
         eventually(lambda: host.ask(samples(1))["oldest"] > newest)
     finally:
@@ -345,20 +373,19 @@ def test_a_log_that_went_back_is_a_loss_whether_or_not_it_has_grown(host: Host, 
     strict, loose = StreamReader(host.options()), StreamReader(host.options(fail_on_data_loss=False))
     try:
         limit = strict.getDefaultReadLimit()
-        middle = strict.latestOffset({}, limit)  # 100
+        begin = strict.initialOffset()
+        middle = latest(strict, begin, 100)
         host.ask(samples(100, seed=2))
-        end = strict.latestOffset(middle, limit)
-        assert rows_of(strict, {}, middle) + rows_of(strict, middle, end) == list(range(1, 201))
+        end = latest(strict, middle, 200)
+        assert rows_of(strict, begin, middle) + rows_of(strict, middle, end) == list(range(1, 201))
         host.restart(copied)
-        reach(strict, loose)
+        reach(strict)
         if grown:
             host.ask(samples(grown, seed=3))
         newest = 100 + grown
-        with pytest.raises(
-            UStatusError,
-            match=rf"log {host.incarnation} went back.* up to seq 100; .*101 to 200 .*failOnDataLoss",
-        ):
-            strict.latestOffset(end, limit)
+        went_back = rf"gateway: the log {host.incarnation} went back.* up to seq 100; .*101 to 200 .*failOnDataLoss"
+        with pytest.raises(UStatusError, match=went_back):
+            latest(strict, end, 1_000)
         # a batch that was planned before is read again
         with pytest.raises(UStatusError, match="went back"):
             rows_of(strict, middle, end)
@@ -371,7 +398,7 @@ def test_a_log_that_went_back_is_a_loss_whether_or_not_it_has_grown(host: Host, 
         assert loose.latestOffset(after, limit) == after
         host.ask(samples(5, seed=4))
         for reader in (strict, loose):
-            further = reader.latestOffset(after, limit)
+            further = latest(reader, after, newest + 5)
             assert rows_of(reader, after, further) == list(range(newest + 1, newest + 6))
         loose.commit(further)
     finally:
@@ -383,12 +410,12 @@ def test_a_checkpoint_with_seqs_alone_is_continued(host: Host) -> None:
     host.ask(samples(100))
     reader = StreamReader(host.options())
     try:
-        limit = reader.getDefaultReadLimit()
-        assert reader.latestOffset({host.incarnation: 100}, limit) == {host.incarnation: 100}
+        limit, at = reader.getDefaultReadLimit(), {host.incarnation: 100}
+        assert reader.latestOffset(at, limit) == at
         end = reader.latestOffset({host.incarnation: 60}, limit)
         assert rows_of(reader, {host.incarnation: 60}, end) == list(range(61, 101))
         assert json.loads(json.dumps(end)) == end
-        assert list(Offset.of(end).known[host.incarnation]) == [100]
+        assert list(history_of(end).known[host.incarnation]) == [100]
     finally:
         reader.stop()
 
@@ -409,23 +436,24 @@ def test_a_query_over_a_fleet_continues_with_any_number_of_topics(host: Host) ->
         host.ask(fleet(0, 90))
         begin = wide.initialOffset()
         assert seqs_of(begin) == {host.incarnation: 90}
-        place = some.latestOffset({}, limit)
-        assert rows_of(some, {}, place) == [8, 38, 68]
+        first = some.initialOffset()
+        place = some.latestOffset(first, limit)
+        assert rows_of(some, first, place) == [8, 38, 68]
         size = len(json.dumps(begin))
         for topics in (9_000, 31_000):
             before = seqs_of(begin)[host.incarnation]
             host.ask(fleet(before, topics))
-            end = wide.latestOffset(begin, limit)
+            end = latest(wide, begin, topics)
             assert rows_of(wide, begin, end) == list(range(before + 1, topics + 1))
             wide.commit(end)
-            begin, after = end, some.latestOffset(place, limit)
+            begin, after = end, latest(some, place, max(seq for seq in range(topics + 1) if seq % 30 == 8))
             assert rows_of(some, place, after) == [seq for seq in range(before + 1, topics + 1) if seq % 30 == 8]
             place = after
         assert len(json.dumps(begin)) < 4 * size, "the size of a checkpoint does not depend on topics"
         host.restart()
         reach(wide, some)
         assert wide.latestOffset(begin, limit) == begin
-        assert seqs_of(wide.latestOffset({}, limit)) == {host.incarnation: 31_000}, "like a new query"
+        assert seqs_of(latest(wide, v2({}), 31_000)) == {host.incarnation: 31_000}, "like a new query"
     finally:
         wide.stop()
         some.stop()
@@ -442,8 +470,8 @@ def test_a_restart_loses_no_volatile_topics_that_are_not_read(host: Host, where:
         end = reader.latestOffset(start, limit)
         host.restart()
         reach(reader)
-        host.ask(samples(10), volatile=[quiet])
-        assert len(rows_of(reader, end, reader.latestOffset(end, limit))) > 0
+        newest = host.ask(samples(10), volatile=[quiet])["newest"]
+        assert len(rows_of(reader, end, latest(reader, end, newest - 1))) > 0
     finally:
         reader.stop()
 
@@ -457,15 +485,15 @@ def test_a_restart_loses_volatile_topics_that_were_read(host: Host) -> None:
         assert set(seqs_of(start)) == {host.incarnation, host.ring}
         host.restart()  # nothing came since the query began: nothing is lost
         reach(reader)
-        assert seqs_of(reader.latestOffset(start, limit)) == {host.incarnation: 10}
+        assert reader.latestOffset(start, limit) == start
         host.ask(volatile=samples(10))
-        end = reader.latestOffset(start, limit)
+        end = latest(reader, start, 10, host.ring)
         assert rows_of(reader, start, end) == list(range(1, 11)), "all records of the new log are new"
         missing = host.ring
         host.restart()
         reach(reader)
         with pytest.raises(UStatusError, match=f"the log {missing} and its records after seq 10 are lost"):
-            reader.latestOffset(end, limit)
+            latest(reader, end, 1_000)
     finally:
         reader.stop()
 
