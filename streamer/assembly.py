@@ -254,6 +254,7 @@ class Assembly:
             window_bytes_max=self.limits.window_bytes_max,
             handing_over=self.handovers,
             keeper=keeper,
+            followed=self.follows.services,
         )
 
     def _make_reports(self) -> None:

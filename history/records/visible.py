@@ -116,19 +116,25 @@ class Visible(NamedTuple):
             return False
         if self.allow:
             return _is_one_of(source, self.allow)
-        owners = uris.owners(source.authority_name)
-        return next((self.roads[one] for one in owners if one in self.roads), HIDDEN_ROAD).shows(source)
+        return self._road(source.authority_name).shows(source)
 
     @property
     def is_nothing(self) -> bool:
         """True if surely no topic is visible."""
-        if self.allow:
-            return all(_is_covered(pattern, self.deny) for pattern in self.allow)
-        return all(
-            road.is_hidden or _is_covered(narrow, (*self.deny, *road.deny))
-            for authority, road in self.roads.items()
-            for narrow in _narrowed(road.allow or (_ANY,), authority)
-        )
+        roads = {uris.WILDCARD_AUTHORITY: Road(self.allow)} if self.allow else self.roads
+        return not any(self._shows_some(authority, road) for authority, road in roads.items())
+
+    def sees_some_of(self, authority: str) -> bool:
+        """Returns False if surely no topic of this authority is visible."""
+        return self._shows_some(authority, Road(self.allow) if self.allow else self._road(authority))
+
+    def _road(self, authority: str) -> Road:
+        return next((self.roads[one] for one in uris.owners(authority) if one in self.roads), HIDDEN_ROAD)
+
+    def _shows_some(self, authority: str, road: Road) -> bool:
+        deny = (*self.deny, *road.deny)
+        some = _narrowed(road.allow or (_ANY,), authority)
+        return not road.is_hidden and any(not _is_covered(pattern, deny) for pattern in some)
 
     def _origins(self) -> Iterator[tuple[list[str], Road]]:
         for _, alike in groupby(self.roads, lambda authority: precedence(authority)[:-1]):

@@ -111,9 +111,11 @@ class HistoryService:
         window_bytes_max: int | None = None,
         handing_over: HandingOver | None = None,
         keeper: Keeper | None = None,
+        followed: Callable[[], Iterable[UUri]] = tuple,
     ) -> None:
         """`window_bytes_max`: bytes pushed to one follower and not yet taken by it; None: the share of one authority
-        in the replies that wait here, minus one reply."""
+        in the replies that wait here, minus one reply. `followed()`: the services whose histories are followed into
+        `logs`."""
         own = LocalUriProvider(local.get_authority(), entity, VERSION)
         self._server = InMemoryRpcServer(
             transport,
@@ -131,7 +133,7 @@ class HistoryService:
         self._waiting_shares = Shares[str](POLLS_WAITING_MAX, share=share)  # by authority
         self._turns = Turns(reply_bytes_max, self._server.responses.shares.full, SEATS_MAX, share)
         self._server.responses.on_sent = self._turns.look
-        self._handing_over, self._keeper = handing_over, keeper
+        self._handing_over, self._keeper, self._followed = handing_over, keeper, followed
         if window_bytes_max is None:
             window_bytes_max = max(0, replies_bytes_max // share - reply_bytes_max)
         self.followers = Followers(
@@ -196,6 +198,10 @@ class HistoryService:
         async with self._turns.turn(caller.authority_name, request.attributes.ttl / 1000):
             response = await describe(matches, listing)
         response.visible.CopyFrom(sight.visible.message)
+        if asked.followed:
+            response.followed.extend(
+                service for service in self._followed() if sight.visible.sees_some_of(service.authority_name)
+            )
         self.counts["withheld"] += any(match.withholds for match in matches.values())
         return response
 

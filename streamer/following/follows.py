@@ -88,6 +88,10 @@ class Follows(Intake, UListener):
     def __iter__(self) -> Iterator[Followed]:
         return iter(self._followed.values())
 
+    def services(self) -> list[UUri]:
+        """Returns the services whose histories are followed, in whichever way they were found."""
+        return [followed.service for followed in self]
+
     # -- life
 
     def load(self) -> None:

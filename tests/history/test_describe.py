@@ -18,7 +18,7 @@ from history.reading.subscriber import HistoryClient
 from history.service import service as service_module
 from history.service.matches import Match
 from history.service.service import Listing, describe
-from tests.history.world import SERVICE, HistoryWorld, publishes
+from tests.history.world import LOCAL, SERVICE, HistoryWorld, publishes
 from tests.tiers import examples
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2
@@ -119,6 +119,16 @@ async def test_what_comes_while_it_is_looked_for_is_not_the_newest_of_the_log(
     assert (durable.newest_match_seq, durable.newest_seq) == (4, 4)
     durable, _ = await world.client.logs([topic(3)])
     assert (durable.newest_match_seq, durable.newest_seq) == (0, 10), "of two logs, four records came for each"
+
+
+async def test_followed_services_are_named_to_those_who_may_read_their_authority(world: World) -> None:
+    """The rules that say so are tested in tests/streamer."""
+    services = [uris.uri("v1", 4, 1), uris.uri("v2", 0x8001_0004, 1)]
+    await world.service.stop()
+    world.service = service_module.HistoryService(world.transport, LOCAL, world.logs, followed=lambda: services)
+    await world.service.start()
+    assert list((await world.ask(DescribeRequest(followed=True))).followed) == services
+    assert not (await world.ask(DescribeRequest())).followed
 
 
 # -- pages

@@ -81,6 +81,10 @@ def test_it_means_what_the_proto_says(rules: VisibleTopics) -> None:
     assert seen == [expected(rules, topic) for topic in TOPICS]
     assert seen == [expected(visible.message, topic) for topic in TOPICS], "and so does what it says itself"
     assert not (visible.is_nothing and any(seen))
+    for host in HOSTS:
+        some = visible.sees_some_of(host)
+        assert some or not any(visible.sees(topic) for topic in TOPICS if topic.authority_name == host)
+        assert not (some and visible.is_nothing)
     assert Visible.of(visible.message) == Visible.parse(visible.text) == visible
     assert Visible.of(visible.message).text == Visible.parse(visible.text).text == visible.text
 

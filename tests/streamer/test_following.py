@@ -26,8 +26,15 @@ from tests.streamer.conftest import Hearer, MakeWorld, World, endpoints, text
 from tests.tiers import seeds
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.core.ustreamer import ids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Announcement, FollowedPlaces, HandOver
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
+    Announcement,
+    DescribeRequest,
+    DescribeResponse,
+    FollowedPlaces,
+    HandOver,
+)
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -80,12 +87,13 @@ class Pair:
         topics: str = "",
         follow: bool = True,
         vehicle_more: str = "",
+        hub_more: str = "",
     ) -> None:
         by = 'followed_by = "//hub/4/1/0"' if followed_by else ""
         vehicle = gateway("car", ["vehicle1"], ["hub", "tablet"], self.link, f"{by}\n{vehicle_more}")
         self.vehicle: World = await self._make(vehicle, SUBSCRIBED)
         following = f'\n[[follow]]\nendpoint = "link"\nservice = "//vehicle1/4/1/0"\nmode = "{mode}"\n{topics}'
-        hub = gateway("office", ["hub", "tablet"], ["vehicle1"], self.link) + (following if follow else "")
+        hub = gateway("office", ["hub", "tablet"], ["vehicle1"], self.link) + (following if follow else "") + hub_more
         self.hub: World = await self._make(hub, SUBSCRIBED)
         self.car = await self.vehicle.node("car", "vehicle1")
         self.tablet = await self.hub.node("office", "tablet", 0x9001)
@@ -178,6 +186,19 @@ async def test_over_cuts_and_restarts_on_both_sides_nothing_is_lost_or_doubled(p
     for topic in (SPEED, DOOR):
         numbers = [int(one.payload) for one in pair.heard.messages if one.attributes.source == topic]
         assert numbers == sorted(numbers)
+
+
+async def test_what_is_followed_is_named_to_those_who_may_read_it(pair: Pair) -> None:
+    denied = '\n[[access]]\ncallers = ["//tablet/9002/FF/0"]\ndeny = ["//vehicle1/FFFFFFFF/FF/FFFF"]\n'
+    await pair.begin(hub_more=denied)
+    await pair.handed_over()
+    for entity, services in ((0x9001, ["up://vehicle1/4/1/0"]), (0x9002, [])):
+        app = pair.tablet if entity == 0x9001 else await pair.hub.node("office", "tablet", entity)
+        async with InMemoryRpcClient(app, app.local) as rpc:
+            answer = await rpc.invoke_method(
+                uris.parse("//hub/4/1/1"), UPayload.pack(DescribeRequest(followed=True)), CallOptions(timeout_ms=5_000)
+            )
+        assert [uris.format(one) for one in answer.unpack(DescribeResponse).followed] == services
 
 
 async def test_without_a_hand_over_nothing_is_followed_and_what_is_pushed_counts(pair: Pair) -> None:
@@ -702,7 +723,7 @@ async def test_who_follows_from_outside_goes_by_the_outside_names(make_world: Ma
     await heard.expect(30)
     assert [int(text) for text in heard.texts] == list(range(30))
     (followed,) = hub.streamer.follows
-    assert uris.format(followed.service) == "up://vehicle1.vin1/4/1/0"
+    assert list(map(uris.format, hub.streamer.follows.services())) == ["up://vehicle1.vin1/4/1/0"]
     assert followed.counts["stored"] == 30
 
 
