@@ -35,6 +35,7 @@ LAST_RECORDS: Final = 4_000  # searched for a match before all streams: if many 
 FEW_MAX: Final = 8_192  # streams whose newest records are compared one by one; of more, the newest is remembered
 DOUBTFUL_MAX: Final = 4_096  # streams of which the first record that is left is looked for, in ...
 DOUBTFUL_STEPS_MAX: Final = 32  # ... so many scans: some 10 ms each
+OTHERS_MAX: Final = 64  # streams that do not match are known one by one: the index finds their records
 PATTERNS_MAX: Final = 1_000  # of one request; a caller that wants more uses wildcards
 WILDCARD_PATTERNS_MAX: Final = 64  # each is compared with every kind of stream
 PATTERNS_KNOWN_MAX: Final = 8_192  # valid topics in the cache of `pattern_of`; some 4 MB when it is full
@@ -140,6 +141,8 @@ class Match:
         self._comparisons = 0  # of this step
         self.examined = 0  # streams up to this id have been examined
         self.ids: set[int] = set()
+        # examined ones that do not match, if all are examined and these are few
+        self._others: set[int] | None = set() if wild and self.authorities is None else None
         self.withheld = 0
         self.withholds = False
         # of more than FEW_MAX ids: the newest matching record up to `_counted_seq`
@@ -166,6 +169,14 @@ class Match:
         """True if every stream that the log knows matches, and so every record that it has."""
         return len(self.ids) == self._log.stream_count
 
+    def others(self) -> list[Stream] | None:
+        """Returns the streams that do not match; None: they are more than OTHERS_MAX, or not known."""
+        if self.has_all:
+            return []
+        if self._others is None or self.examined < self._log.newest_stream_id:
+            return None
+        return [self._log.stream(id) for id in self._others if self._log.knows_stream(id)]
+
     def advance(self) -> bool:
         """Take one step. Returns True if every stream of the log has been examined."""
         newest = self._log.newest_stream_id
@@ -180,6 +191,8 @@ class Match:
             self.examined = stream.id
             if self._is_match(stream):
                 self._take(stream)
+            else:
+                self._leave(stream)
             if self._comparisons >= COMPARISONS_PER_STEP:
                 return self.examined == newest
         if len(streams) < STREAMS_PER_STEP:
@@ -219,6 +232,8 @@ class Match:
         """Remove streams that the log has forgotten."""
         removed = self.ids & ids  # iterates over the smaller set: most matches are small
         self.ids.difference_update(removed)
+        if self._others is not None:
+            self._others.difference_update(ids)
         # forgotten streams have no record beyond the floor
         self._is_doubtful = self._is_doubtful or (bool(removed) and self._newest_seq <= self._log.floor_seq)
 
@@ -231,9 +246,16 @@ class Match:
     def _take(self, stream: Stream) -> None:
         if self._sight is not EVERYTHING and not self._sees(stream):
             self.withheld, self.withholds = self.withheld + 1, True
+            self._leave(stream)
             return
         self.ids.add(stream.id)
         self._newest_seq = max(self._newest_seq, stream.newest_seq)
+
+    def _leave(self, stream: Stream) -> None:
+        if self._others is not None:
+            self._others.add(stream.id)
+            if len(self._others) > OTHERS_MAX:
+                self._others = None
 
     def _is_match(self, stream: Stream) -> bool:
         """Returns whether a pattern matches the stream, which must be of publishes."""

@@ -1,7 +1,8 @@
 """A plan: where to divide the matching records of a log into parts of some size, without sending them.
 
-every stream of the log matches -> its records are counted: each seq is one, but those in holes   -> Cuts -> LogPlan
-else                            -> scan, with the index of streams and without messages -> seqs  --'
+most streams of the log match -> its records are counted: each seq is one, but those in holes and of  -> Cuts -> LogPlan
+                                 other streams, which the index of streams finds                        |
+else                          -> scan, with the index of streams and without messages -> seqs ---------'
 
 Damage that nobody has noticed yet is noticed by who reads the parts.
 """
@@ -23,6 +24,8 @@ PLAN_CUTS_MAX: Final = 1_000  # in one answer: some 70 KiB
 # scans of one log for one answer, some 20 ms each: two million records. Nothing is sent, so they may be more than those
 # of other polls
 PLAN_STEPS_MAX: Final = 32
+OTHERS_SHARE: Final = 2  # records are counted if at most one in so many is of a stream that does not match
+OTHERS_RECORDS_MAX: Final = 10_000  # of these, in one step
 CUTS_PER_STEP: Final = 50  # get their witnesses from memory in one step on the loop, a millisecond
 
 
@@ -64,29 +67,38 @@ class Cuts:
 
 async def plan_step(log: Log, match: Match, after: int, until: int, cuts: Cuts) -> Scan:
     """Add the matching records after `after`, up to and including `until`, as far as one step goes and `cuts` takes
-    them. The answer has no chunks."""
-    if match.has_all:
-        return _counted(log, after, until, cuts)
-    found = await log.scan(after, max_records=cuts.left, max_bytes=1, streams=match.ids, until=until, bare=True)
-    for chunk in found.chunks:
-        cuts.add(chunk.seqs, chunk.time_ms)
+    them. The answer's chunks mean nothing."""
+    others = match.others()
+    if others is None or sum(one.records for one in others) > log.newest_seq // OTHERS_SHARE:
+        found = await log.scan(after, max_records=cuts.left, max_bytes=1, streams=match.ids, until=until, bare=True)
+        for chunk in found.chunks:
+            cuts.add(chunk.seqs, chunk.time_ms)
+        return found
+    ids = {one.id for one in others if one.newest_seq > after}
+    if not ids:
+        found = Scan(after, until, 0, 0, floor_seq=log.floor_seq)
+        found.covered = until
+        found.gaps = [(max(after, low), before) for low, before in log.holes if low < until and after < before - 1]
+    else:
+        found = await log.scan(after, max_records=OTHERS_RECORDS_MAX, max_bytes=1, streams=ids, until=until, bare=True)
+    _count(found, cuts)
     return found
 
 
-def _counted(log: Log, after: int, until: int, cuts: Cuts) -> Scan:
-    found = Scan(after, until, cuts.left, 0, floor_seq=log.floor_seq)
-    begin = max(after, log.floor_seq)
-    for low, before in (*sorted(log.holes), (until, until + 1)):
-        records = range(begin + 1, min(low, until) + 1)
+def _count(found: Scan, cuts: Cuts) -> None:
+    """Add all records that `found` has covered, without those in it, and those in its gaps."""
+    begin = max(found.after, found.floor_seq)
+    of_others = ((seq - 1, seq + 1) for chunk in found.chunks for seq in chunk.seqs)
+    for low, before in sorted((*found.gaps, *of_others, (found.covered, found.covered + 1))):
+        records = range(begin + 1, min(low, found.covered) + 1)
         taken = records[: cuts.left]
         cuts.add(taken, 0)
         if len(taken) < len(records):
             break
         begin = max(begin, before - 1)
-    found.full = not cuts.left
-    found.covered = max(after, cuts.cuts[-1].seq if found.full else until)
-    found.gaps = [(max(after, low), high) for low, high in log.holes if low < found.covered and after < high - 1]
-    return found
+    if not cuts.left:
+        found.covered = cuts.cuts[-1].seq
+        found.gaps = [gap for gap in found.gaps if gap[0] < found.covered]
 
 
 async def log_plan(

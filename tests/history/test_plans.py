@@ -6,11 +6,13 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from history.log.log import Log
+from history.log.log import Chunk, Log, Scan
 from history.reading.subscriber import HistoryClient
 from history.service import planning
 from tests.history.world import SERVICE, HistoryWorld, publishes
@@ -176,6 +178,25 @@ async def test_who_reads_everything_is_planned_for_without_a_scan(
     assert not response.more
 
 
+async def test_a_few_records_of_others_are_left_out_of_the_count(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "OTHERS_RECORDS_MAX", 3)
+    for number in range(20):
+        await world.append(world.durable, TOPICS, with_notification=number % 2 == 0)
+    read: list[set[int] | None] = []
+    scan = Log.scan
+
+    async def noted(log: Log, after: int, *, streams: set[int] | None = None, **rest: Any) -> Scan:
+        read.append(streams)
+        return await scan(log, after, streams=streams, **rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Log, "scan", noted)
+        patched.setattr("history.service.poll.witnesses_at", no_witness)
+        response = await world.client.poll(PollRequest(plan_records=50))
+    assert cuts(response, world.durable) == [(54, 50, world.now), (109, 50, world.now), (130, 20, world.now)]
+    assert [len(streams or ()) for streams in read] == [1] * 4, "the notifications alone, three at a time"
+
+
 async def no_witness(log: Log, seq: int) -> list[object]:
     return []
 
@@ -254,3 +275,42 @@ async def test_nobody_is_pushed_a_plan(world: World) -> None:
             uris.uri("gateway", 4, 1, COMMAND), UPayload.pack(command), CallOptions(timeout_ms=2_000)
         )
     assert caught.value.code == UCode.INVALID_ARGUMENT
+
+
+@given(
+    after=st.integers(0, 20),
+    floor=st.integers(0, 30),
+    length=st.integers(1, 60),
+    gaps=st.lists(st.tuples(st.integers(0, 80), st.integers(2, 20)), max_size=4),
+    others=st.sets(st.integers(1, 80)),
+    size=st.integers(1, 10),
+    records_max=st.integers(1, 60),
+    cuts_max=st.integers(1, 10),
+)
+def test_records_are_counted_without_holes_and_others(
+    after: int,
+    floor: int,
+    length: int,
+    gaps: list[tuple[int, int]],
+    others: set[int],
+    size: int,
+    records_max: int,
+    cuts_max: int,
+) -> None:
+    until = after + length
+    found = Scan(after, until, 0, 0, floor_seq=floor)
+    found.covered = until
+    found.gaps = [(low, low + width) for low, width in gaps if after <= low < until]
+    seqs = sorted(seq for seq in others if max(after, floor) < seq <= until)
+    found.chunks = [Chunk(seqs, 0, [1] * len(seqs), [0] * len(seqs), [])] if seqs else []
+    lost = {seq for low, width in found.gaps for seq in range(low + 1, width)}
+    expected = [seq for seq in range(max(after, floor) + 1, until + 1) if seq not in lost and seq not in others]
+    made = planning.Cuts(size, records_max, cuts_max)
+    planning._count(found, made)
+    taken = expected[: min(records_max, size * cuts_max)]
+    assert [(cut.first_seq, cut.seq, cut.records) for cut in made.cuts] == [
+        (taken[at], taken[at : at + size][-1], len(taken[at : at + size])) for at in range(0, len(taken), size)
+    ]
+    is_full = len(taken) == min(records_max, size * cuts_max)
+    assert found.covered == (taken[-1] if is_full else until)
+    assert all(low < found.covered for low, _ in found.gaps)
