@@ -1,7 +1,7 @@
 # Everything builds its own .venv and installs what is missing; needs Python 3.11 or later and make.
 #   make demo [DATA=drive.csv]   make test   make test-all   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
 #   make bench [ARGS="--legs disk --seconds 60" | ARGS=--curves | ARGS="--peer-rust BINARY"]
-#   make fuzz [MINUTES=10]   make simulate [SEEDS=10000 START=SEED]   make chaos   make interop   make brokers   make attack [ATTACK=polls SECONDS=20]
+#   make fuzz [MINUTES=10]   make simulate [SEEDS=10000 START=SEED]   make chaos   make spark-cluster   make interop   make brokers   make attack [ATTACK=polls SECONDS=20]
 #   make house [ARGS=--walks]   make lock   make lowest [ARGS=tests/...]   make audit       LOCK= installs the newest versions that pyproject.toml allows
 # The core is compiled where there is a C compiler (docs/installing.md): COMPILED=0 runs the same Python as it is, COMPILED=1 fails where nothing can be compiled
 
@@ -30,7 +30,7 @@ ifneq ($(COMPILED),)
 export UP_STREAMER_COMPILED := $(COMPILED)
 endif
 
-.PHONY: core demo test test-interpreted test-all check format house fuzz simulate chaos attack interop brokers bench proto spec-coverage config-reference wheel lock lowest audit clean
+.PHONY: core demo test test-interpreted test-all check format house fuzz simulate chaos attack interop brokers spark-cluster bench proto spec-coverage config-reference wheel lock lowest audit clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml $(LOCK)
@@ -100,6 +100,9 @@ chaos: core
 attack: core
 	@$(BIN)/python -m tools.mosquitto
 	@$(BIN)/python -m tests.security $(if $(ATTACK),--only '$(ATTACK)') $(if $(SECONDS),--seconds '$(SECONDS)') $(ARGS)
+
+spark-cluster: core  # a master and two workers on loopback; executors, Python workers and a node are killed (Linux)
+	@$(BIN)/python -m pytest tests/spark/test_spark_cluster.py $(ARGS)
 
 interop: core
 	@$(BIN)/python -m tools.mosquitto || test "$$CI" != true
