@@ -1,7 +1,8 @@
 """A streamer's history in a process of its own, on Zenoh loopback. A test writes one JSON object per line as a
 command; each answer is one line, too.
 
-python history_host.py PORT LOG_FILE RETENTION_MS
+python history_host.py PORT LOG_FILE RETENTION_MS     a file `credentials` beside the log: lines `user:password`, of
+                                                      those that may connect; without it, everybody may
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import base64
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -33,7 +35,10 @@ async def main(port: int, path: str, retention_ms: int) -> None:
     local = LocalUriProvider(AUTHORITY, 0x4, 1)
     log = await Log.open(path, name="durable", retention_ms=retention_ms)
     ring = await Log.open(None, name="volatile")
-    async with log, ring, plugin.create("zenoh", {"listen": [f"tcp/127.0.0.1:{port}"]}, local) as transport:
+    settings: dict[str, Any] = {"listen": [f"tcp/127.0.0.1:{port}"]}
+    if (credentials := Path(path).with_name("credentials")).exists():
+        settings["credentials_file"] = str(credentials)
+    async with log, ring, plugin.create("zenoh", settings, local) as transport:
         keeper = Keeper(ids.at(AUTHORITY, ids.FRONTIERS), [SECOND], [log, ring], uuids.now_ms)
         await keeper.open()
         service = HistoryService(transport, local, [log, ring], keeper=keeper)
