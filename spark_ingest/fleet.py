@@ -149,9 +149,9 @@ class Fleet:
     def raise_refused(self, *, is_away_refused: bool = False) -> None:
         """Raise what a history refuses, unless a pattern found it: then it is in the log. `is_away_refused`: also
         the error of one that is away, if it is read whole or is the only one."""
-        for member in self.members.values():
-            if member.task is not None and member.task.done():
-                member.task.result()
+        for watched in self.members.values():
+            if watched.task is not None and watched.task.done():
+                watched.task.result()
         is_away_refused = is_away_refused and (not self.run.has_cursors or not self.run.options.is_fleet)
         for authority in self.run.options.named:
             member = self.members.get(authority)
