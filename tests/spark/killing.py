@@ -13,19 +13,21 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from spark_ingest import parquet
 
 PROC: Final = Path("/proc")
 ESTABLISHED: Final = "01"  # the state of a socket in /proc/net/tcp
 DAEMON: Final = "pyspark.daemon"
+PLANNER: Final = "python_streaming_source_runner"
 EXECUTOR: Final = "CoarseGrainedExecutorBackend"
 DEADLINE_S: Final = 110  # of a wait for an event; only a broken test gets there
 LOOK_S: Final = 0.005  # shorter than any moment of a batch
+ANSWERING_S: Final = 0.03  # a task is still reading then, or has begun to write
 
 
 class Moment(Enum):
@@ -65,26 +67,64 @@ def until(holds: Callable[[], bool], what: str) -> None:
 
 
 @contextlib.contextmanager
-def caught(batches: Batches, batch: int, moment: Moment, readers: Callable[[], list[int]]) -> Iterator[list[int]]:
-    """Waits until `batch` is at `moment`, and gives the workers that read then. Fails if the moment has been missed, or
-    if the batch is committed in spite of what the caller does. `readers`: the workers that read now."""
+def caught(batches: Batches, batch: int, moment: Moment, history: History, *parents: int) -> Iterator[list[int]]:
+    """Waits until `batch` is at `moment`, and gives the workers below `parents` that read then. Fails if the moment has
+    been missed, or if the batch is committed in spite of what the caller does.
+
+    While workers read, the history stands still until the caller is done, so that none of them can end too soon. In odd
+    batches it has answered for a while before.
+    """
     until(lambda: batches.is_planned(batch), f"batch {batch} is planned")
     before, found = batches.files(), list[int]()
+    with contextlib.ExitStack() as stack:
+        if moment is Moment.READING:
+            stack.callback(history.resume)
+            found = _stopped_with_readers(history, parents, lambda: batches.is_committed(batch))
+            if found and batch % 2:
+                history.resume()
+                time.sleep(ANSWERING_S)
+                history.stop()
+        elif moment is Moment.WRITING:
+            until(lambda: batches.files() > before or batches.is_committed(batch), f"batch {batch}: {moment.value}")
+        else:
+            until(lambda: batches.is_listed(batch), f"batch {batch}: {moment.value}")
+        assert not batches.is_committed(batch), f"batch {batch} was too short for a look at it: {moment.value}"
+        yield found
+        assert not batches.is_committed(batch), f"batch {batch} was committed, so this was no cut in it"
+
+
+class History(NamedTuple):
+    """The process that tasks read from."""
+
+    pid: int
+    port: int
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # the caller may have killed it
+            os.kill(self.pid, signal.SIGCONT)
+
+
+def _stopped_with_readers(history: History, parents: Iterable[int], is_over: Callable[[], bool]) -> list[int]:
+    """Stops the history when a worker below `parents` is connected to it. A new connection is seen at once, and only
+    then the workers are looked through, which takes longer than a short read. Returns no worker if all `is_over`."""
+    others, found = set[str](), list[int]()
 
     def holds() -> bool:
-        match moment:
-            case Moment.READING:
-                found[:] = readers()
-                return bool(found)
-            case Moment.WRITING:
-                return batches.files() > before
-            case Moment.LISTED:
-                return batches.is_listed(batch)
+        nonlocal found
+        connected = _connected_to(history.port)
+        if not connected <= others:
+            history.stop()
+            found = [pid for parent in parents for pid in reading(parent, history.port)]
+            if not found:
+                history.resume()
+                others.update(connected)
+        return bool(found) or is_over()
 
-    until(lambda: holds() or batches.is_committed(batch), f"batch {batch}: {moment.value}")
-    assert not batches.is_committed(batch), f"batch {batch} was too short for a look at it: {moment.value}"
-    yield found
-    assert not batches.is_committed(batch), f"batch {batch} was committed, so this was no cut in it"
+    until(holds, Moment.READING.value)
+    return found
 
 
 def assert_each_once(directory: Path, records: int) -> None:
@@ -112,6 +152,11 @@ def descendants(pid: int) -> list[int]:
 def executors(pid: int) -> list[int]:
     """The JVMs below `pid` that run tasks for a driver elsewhere."""
     return [one for one in descendants(pid) if EXECUTOR in command(one)]
+
+
+def planners(pid: int) -> list[int]:
+    """The Python workers of drivers below `pid` that plan the batches of a stream."""
+    return [one for one in descendants(pid) if PLANNER in command(one)]
 
 
 def reading(pid: int, port: int) -> list[int]:

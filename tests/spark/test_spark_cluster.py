@@ -12,7 +12,7 @@ import pytest
 from spark_ingest import pipeline
 from tests.spark import killing
 from tests.spark.cluster import Cluster
-from tests.spark.killing import Batches, Moment
+from tests.spark.killing import Batches, History, Moment
 from tests.spark.test_spark_source import Host, config, samples
 from tests.tiers import full
 
@@ -48,16 +48,14 @@ def test_executors_workers_and_a_node_are_killed_in_different_batches(
         host.ask(messages)
     records = BATCH * BATCHES
     first, second = cluster.workers
+    history = History(host.process.pid, host.port)
     session = pipeline.session(pipeline.Spark(master=cluster.url, conf=cluster.conf))
     try:
         settings = config(host, tmp_path, max_records_per_batch=BATCH)
         query = pipeline.start(session, settings.model_copy(update={"trigger": pipeline.Trigger()}))
 
-        def readers() -> list[int]:
-            return [pid for worker in cluster.workers for pid in killing.reading(worker.pid, host.port)]
-
         def caught(batch: int, moment: Moment) -> contextlib.AbstractContextManager[list[int]]:
-            return killing.caught(batches, batch, moment, readers)
+            return killing.caught(batches, batch, moment, history, first.pid, second.pid)
 
         with caught(0, Moment.READING) as workers:
             killing.kill(*workers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import sys
@@ -15,7 +14,7 @@ import pytest
 
 from spark_ingest import pipeline
 from tests.spark import killing
-from tests.spark.killing import Batches, Moment
+from tests.spark.killing import Batches, History, Moment
 from tests.spark.test_spark_source import Host, config, samples, started
 from tests.tiers import full
 
@@ -53,6 +52,29 @@ def querying(host: Host, directory: Path, master: str) -> Iterator[StreamingQuer
         session.stop()
 
 
+def history_of(host: Host) -> History:
+    return History(host.process.pid, host.port)
+
+
+def ingest(host: Host, directory: Path) -> list[str]:
+    """The command of a job that reads all there is and ends."""
+    file = directory / "ingest.toml"
+    file.write_text(
+        '[source]\ntransport = "zenoh"\nauthority = "gateway"\nlocal_authority = "spark1"\n'
+        f"max_records_per_batch = {BATCH}\n"
+        f'[source.transport_config]\nmode = "client"\nconnect = ["tcp/127.0.0.1:{host.port}"]\n'
+        f'[sink]\npath = "{directory}/rows"\ncheckpoint = "{directory}/checkpoint"\n'
+        "[trigger]\navailable_now = true\n"
+    )
+    return [sys.executable, "-m", "spark_ingest", "--config", str(file)]
+
+
+def finish(command: list[str]) -> None:
+    with started(command) as job:
+        _, err = job.communicate(timeout=killing.DEADLINE_S)
+    assert job.returncode == 0, err
+
+
 def fill(host: Host, batches: int) -> int:
     """Append the records of that many batches; returns how many."""
     messages = samples(BATCH)
@@ -66,33 +88,35 @@ def test_the_job_is_killed_in_every_batch(host: Host, tmp_path: Path) -> None:
     """Python, JVM and workers at once, as by a power cut: while it reads, writes, or has all but committed."""
     kills = 6
     records = fill(host, kills + 2)
-    file = tmp_path / "ingest.toml"
-    file.write_text(
-        '[source]\ntransport = "zenoh"\nauthority = "gateway"\nlocal_authority = "spark1"\n'
-        f"max_records_per_batch = {BATCH}\n"
-        f'[source.transport_config]\nmode = "client"\nconnect = ["tcp/127.0.0.1:{host.port}"]\n'
-        f'[sink]\npath = "{tmp_path}/rows"\ncheckpoint = "{tmp_path}/checkpoint"\n'
-        "[trigger]\navailable_now = true\n"
-    )
-    command, batches = [sys.executable, "-m", "spark_ingest", "--config", str(file)], Batches(tmp_path)
+    command, batches = ingest(host, tmp_path), Batches(tmp_path)
     for batch, moment in zip(range(kills), itertools.cycle(Moment), strict=False):
-        with started(command) as job:
-            readers = functools.partial(killing.reading, job.pid, host.port)
-            with killing.caught(batches, batch, moment, readers):
-                killing.kill(*killing.descendants(job.pid))
+        with started(command) as job, killing.caught(batches, batch, moment, history_of(host), job.pid):
+            killing.kill(*killing.descendants(job.pid))
+    finish(command)
+    killing.assert_each_once(tmp_path, records)
+
+
+@full
+def test_the_worker_that_plans_is_killed(host: Host, tmp_path: Path) -> None:
+    """Spark does not replace it: the job ends with an error, and the next run continues."""
+    records = fill(host, 4)
+    command, batches = ingest(host, tmp_path), Batches(tmp_path)
     with started(command) as job:
+        killing.until(lambda: batches.is_planned(1), "batch 1 is planned")
+        killing.kill(*killing.planners(job.pid))
         _, err = job.communicate(timeout=killing.DEADLINE_S)
-    assert job.returncode == 0, err
+    assert job.returncode == 1, err
+    assert not batches.is_committed(3)
+    finish(command)
     killing.assert_each_once(tmp_path, records)
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(12, marks=full)])
 def test_a_python_worker_is_killed_in_every_batch(host: Host, tmp_path: Path, kills: int) -> None:
     records, batches = fill(host, kills + 1), Batches(tmp_path)
-    readers = functools.partial(killing.reading, os.getpid(), host.port)
     with querying(host, tmp_path, PATIENT):
         for batch in range(kills):
-            with killing.caught(batches, batch, Moment.READING, readers) as workers:
+            with killing.caught(batches, batch, Moment.READING, history_of(host), os.getpid()) as workers:
                 killing.kill(*workers)
         killing.until(lambda: batches.is_committed(kills), "the last batch is committed")
     killing.assert_each_once(tmp_path, records)
@@ -103,10 +127,9 @@ def test_the_gateway_is_killed_in_every_batch(host: Host, tmp_path: Path) -> Non
     """No task fails: each tries again until the gateway is back."""
     kills = 8
     records, batches = fill(host, kills + 1), Batches(tmp_path)
-    readers = functools.partial(killing.reading, os.getpid(), host.port)
     with querying(host, tmp_path, "local[2]"):
         for batch in range(kills):
-            with killing.caught(batches, batch, Moment.READING, readers):
+            with killing.caught(batches, batch, Moment.READING, history_of(host), os.getpid()):
                 host.kill()
             host.start()
         killing.until(lambda: batches.is_committed(kills), "the last batch is committed")
