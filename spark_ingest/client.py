@@ -145,7 +145,7 @@ class HistorySession:
         options = self.options
         instance = 1 + int.from_bytes(os.urandom(4), "big") % 0xFFFE  # neither 0 nor the wildcard
         local = LocalUriProvider(options.local_authority, instance << 16 | OWN_UE_TYPE, 1)
-        transport = plugin.create(options.transport, options.transport_config, local)
+        transport = plugin.create(options.transport, options.transport_settings, local)
         self._opened.push_async_callback(transport.close)  # also if `open` fails halfway
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -205,7 +205,7 @@ class _Shared:
 
 
 def _key(options: Options) -> str:
-    return json.dumps([options.transport, options.transport_config, options.local_authority], sort_keys=True)
+    return json.dumps([options.transport, options.transport_settings, options.local_authority], sort_keys=True)
 
 
 _SHARED: Final = _Shared()

@@ -66,6 +66,15 @@ def _time_ms(given: object) -> object:
         raise ValueError(f"expected Unix milliseconds or a time like 2026-03-01T12:00:00Z, got {given!r}") from None
 
 
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Returns `one` with the values of `other`; tables within are merged, too."""
+    made = dict(one)
+    for key, value in other.items():
+        known = made.get(key)
+        made[key] = _merged(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
+    return made
+
+
 def as_utc(time: datetime) -> datetime:
     """Returns the time; one without a time zone is UTC."""
     return time if time.tzinfo else time.replace(tzinfo=UTC)
@@ -94,6 +103,9 @@ class Options(BaseModel):
     """name of a transport plugin"""
     transport_config: Annotated[dict[str, Any], BeforeValidator(_settings)] = Field(default={}, repr=False)
     """its settings; as an option, JSON"""
+    transport_secrets: Annotated[dict[str, Any], BeforeValidator(_settings)] = Field(default={}, repr=False)
+    """more of its settings, such as a password: Spark shows this option in no plan, page or log, for its name has the
+    word secret"""
     authority: str = ""
     """authority of the one streamer that is read; its history service is `up://AUTHORITY/4/1/...`"""
     authorities: TextList = ()
@@ -198,6 +210,11 @@ class Options(BaseModel):
         except (ValidationError, UStatusError) as error:
             why = error.message if isinstance(error, UStatusError) else plugin.explain(error)
             raise invalid(f"format uprotocol: {why}") from None
+
+    @property
+    def transport_settings(self) -> dict[str, Any]:
+        """The settings of the transport, with the secret ones."""
+        return _merged(self.transport_config, self.transport_secrets)
 
     @property
     def named(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 python secret_job.py PORT FOLDER PASSWORD KEY BROKEN
     PASSWORD   of the user `spark` at the history
-    KEY        a private key among settings that never name a password
+    KEY        a private key in transportSecrets, beside settings that never name a password
     BROKEN     a password in settings that are not JSON
     FOLDER/shown/PLACE/...: plan, progress, errors, ui, api, temporary, commands
     FOLDER/events, FOLDER/checkpoint: as Spark writes them; stderr: its log
@@ -47,6 +47,7 @@ class Job:
             "localAuthority": "spark1",
             "maxRecordsPerBatch": "1000",
             "pollTimeoutMs": "5000",
+            "startTimeout": "2",
         }
 
     def run(self) -> None:
@@ -122,7 +123,10 @@ class Job:
 
         elsewhere = {"connect": ["tcp/127.0.0.1:1"], "connect_timeout_ms": 200}
         more = {"transport/link/tls/connect_private_key_base64": self._key}
-        keyed = {"transportConfig": json.dumps({"mode": "client", **elsewhere, "settings": more})}
+        keyed = {
+            "transportConfig": json.dumps({"mode": "client", **elsewhere}),
+            "transportSecrets": json.dumps({"settings": more}),
+        }
         for reader in (spark.read, spark.readStream):
             self._show("plan", explained(self._reader(reader, **keyed).load()))
         failures: dict[str, Callable[[], object]] = {

@@ -71,24 +71,7 @@ def test_the_job_has_shown_what_it_should(ran: Ran) -> None:
     assert has("stderr", b"INFO MicroBatchExecution")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "password",
-        pytest.param(
-            "key",
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="explain(True) of a stream shows transportConfig, unless spark.redaction.regex finds a word as "
-                "password in it",
-            ),
-        ),
-        pytest.param(
-            "broken",
-            marks=pytest.mark.xfail(strict=True, reason="the error about transportConfig that is not JSON quotes it"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", SECRETS)
 def test_a_secret_is_nowhere_to_be_read(ran: Ran, name: str) -> None:
     secret = ran.secrets[name].encode()
     found = [str(file.relative_to(ran.folder)) for file in ran.files() if secret in file.read_bytes()]
