@@ -23,7 +23,8 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
 ]
 
-BATCH = 45_000  # records: three tasks for two executors
+BATCH = 20_000  # records
+PARTITIONS = 4  # of a batch, for two executors
 BATCHES = 8
 
 
@@ -43,15 +44,22 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def test_executors_workers_and_a_node_are_killed_in_different_batches(
     host: Host, cluster: Cluster, tmp_path: Path
 ) -> None:
-    messages, batches = samples(BATCH // 3), Batches(tmp_path)
-    for _ in range(3 * BATCHES):
+    messages, batches = samples(BATCH), Batches(tmp_path)
+    for _ in range(BATCHES):
         host.ask(messages)
     records = BATCH * BATCHES
     first, second = cluster.workers
     history = History(host.process.pid, host.port)
     session = pipeline.session(pipeline.Spark(master=cluster.url, conf=cluster.conf))
     try:
-        settings = config(host, tmp_path, max_records_per_batch=BATCH)
+        settings = config(
+            host,
+            tmp_path,
+            authority="",
+            authorities=["gateway"],
+            max_records_per_batch=BATCH,
+            min_partitions=PARTITIONS,
+        )
         query = pipeline.start(session, settings.model_copy(update={"trigger": pipeline.Trigger()}))
 
         def caught(batch: int, moment: Moment) -> contextlib.AbstractContextManager[list[int]]:
