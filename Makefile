@@ -1,5 +1,5 @@
 # Everything builds its own .venv and installs what is missing; needs Python 3.11 or later and make.
-#   make demo [DATA=drive.csv]   make test   make test-all   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
+#   make demo [DATA=drives]   make test   make test-all   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
 #   make bench [ARGS="--legs disk --seconds 60" | ARGS=--curves | ARGS="--peer-rust BINARY"]
 #   make fuzz [MINUTES=10]   make simulate [SEEDS=10000 START=SEED]   make chaos   make spark-cluster   make interop   make brokers   make attack [ATTACK=polls SECONDS=20]
 #   make house [ARGS=--walks]   make lock   make lowest [ARGS=tests/...]   make audit       LOCK= installs the newest versions that pyproject.toml allows
@@ -48,9 +48,9 @@ endif
 core: $(STAMP)  # built anew when a source has changed, and says which it is where it can't be
 	@$(BIN)/python hatch_build.py
 
-demo: core
+demo: core  # with the recorded drives of ../shared, if they are there
 	@$(if $(findstring --without-mqtt,$(ARGS)),:,$(BIN)/python -m tools.mosquitto >/dev/null || true)
-	@$(BIN)/up-streamer demo $(if $(DATA),--data '$(DATA)') $(ARGS)
+	@$(BIN)/up-streamer demo $(if $(DATA),--data '$(DATA)',$(if $(wildcard ../shared/data/obd/*.csv),--data ../shared/data/obd --seconds 1800)) $(ARGS)
 
 test: core  # docs/developing.md: what it leaves out, and how to run one test
 	@$(BIN)/python -m tools.mosquitto || test "$$CI" != true

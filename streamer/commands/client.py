@@ -176,14 +176,15 @@ def demo(options: DemoOptions) -> None:
     Example: [bold]up-streamer demo --data drive.csv[/]
     """
     from streamer.demo import demo as demos
+    from streamer.demo.counts import DemoResult
 
     logs.configure()
 
-    async def perform() -> demos.DemoResult:
+    async def perform() -> DemoResult:
         return await demos.Demo(options, terminal.err).run()  # created here, so that Ctrl-C removes its folder
 
     outcome = terminal.finish(perform())
-    demos.show(outcome, terminal.out)
+    outcome.show(terminal.out)
     if not outcome.adds_up:
         terminal.err.print("[bold red]it does not add up[/]")
     print(json.dumps(outcome.as_dict()), flush=True)

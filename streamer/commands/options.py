@@ -129,11 +129,17 @@ class DataDir:
 class DemoOptions:
     """Options of the demo."""
 
-    data: Data = None
-    seed: Seed = 1
-    seconds: Annotated[int, typer.Option(min=10, help="Length of the simulated drive.")] = 600
-    # both publishers together: the longest recorded drive takes 40 s
-    rate: Annotated[float, typer.Option(min=1, help="Samples per second.")] = 5_000
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A recorded drive (CSV), or a folder with one for each vehicle; without it, four simulated ones."
+        ),
+    ] = None
+    seed: Annotated[int, typer.Option(help="Seed of the first simulated drive.")] = 1
+    seconds: Annotated[
+        int | None, typer.Option(min=10, help="Length of the drives, at most; without it, 600 of simulated ones.")
+    ] = None
+    rate: Annotated[float, typer.Option(min=1, help="Samples per second, of all vehicles together.")] = 20_000
     out: Annotated[Path, typer.Option("--out", help="Folder for the plot.")] = Path("out")
     without_mqtt: Annotated[
         bool, typer.Option("--without-mqtt", help="Use no MQTT broker: the cloud is on Zenoh, too.")

@@ -181,7 +181,8 @@ WRONG: list[tuple[list[str], str]] = [
     (["demo", "--seconds", "5"], "--seconds"),
     (["demo", "--rate", "0"], "--rate"),
     (["demo", "--without-mqtt", "--data", "nowhere.csv"], "can't read nowhere.csv"),
-    (["demo", "--without-mqtt", "--data", "empty.csv"], "got an empty file"),
+    (["demo", "--without-mqtt", "--data", "empty.csv"], "empty.csv: expected a CSV file"),
+    (["demo", "--without-mqtt", "--data", "damaged"], "expected drives as CSV files in the folder"),
     (["demo", "--without-mqtt", "--out", "empty.csv"], "say another with --out"),
 ]
 
