@@ -27,6 +27,9 @@ from uprotocol.status import invalid
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPayloadFormat, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 
+MALFORMED: Final = ("message", "payload", "time")
+"""What of a message may be unreadable, as the column `malformed` says it. The rest of its row is as usual."""
+
 COLUMNS: Final = (
     ("authority", "string"),
     ("topic", "string"),
@@ -52,6 +55,7 @@ COLUMNS: Final = (
     ("sink", "string"),
     ("prev_seq", "bigint"),
     ("origin", "struct<incarnation:string,seq:bigint>"),
+    ("malformed", "string"),
 )
 """Name and Spark type of each column, in order. All but `seq` may be null."""
 
@@ -118,7 +122,7 @@ class RecordColumns(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """`malformed` counts unreadable parts by kind: message, payload, time. Their rows are in `batch`, with nulls."""
+    """`malformed` counts the rows with unreadable parts by kind, one of MALFORMED."""
 
     batch: pa.RecordBatch
     malformed: Counter[str]
@@ -156,7 +160,9 @@ class _MessageKind(NamedTuple):
 
 
 _UNREADABLE_KIND: Final = _MessageKind(0, None)  # its payload is the whole message
-_OF_PAYLOAD: Final = {"path", "ts", "ts_source", "value_double", "value_string", "value_bool", "value_long"}
+_OF_PAYLOAD: Final = {
+    *("path", "ts", "ts_source", "value_double", "value_string", "value_bool", "value_long", "malformed")
+}
 
 
 class Decoder:
@@ -194,7 +200,7 @@ class Decoder:
         rows = _Rows(records, incarnation, self._known, self._max_ahead_ms, values)
         self._fill(rows)
         made = [_BUILDERS[name](rows) for name in self.schema.names]
-        return Decoded(pa.RecordBatch.from_arrays(made, schema=self.schema), values.malformed)
+        return Decoded(pa.RecordBatch.from_arrays(made, schema=self.schema), Counter(values.malformed.values()))
 
     def _fill(self, rows: _Rows) -> None:
         known_kinds, parse, add_kind, ids = self._kinds, self._parse, rows.kinds.append, rows.ids
@@ -216,13 +222,13 @@ class Decoder:
                 try:
                     kind.read(values, row, payload)
                 except UNREADABLE:
-                    values.malformed["payload"] += 1  # a reader writes last, so it has written nothing
+                    values.malformed[row] = "payload"  # a reader writes last, so it has written nothing
 
     def _parse(self, rows: _Rows, row: int, data: bytes) -> tuple[_MessageKind, bytes, bytes | None]:
         try:
             message = UMessage.FromString(data)
         except DecodeError:
-            rows.values.malformed["message"] += 1
+            rows.values.malformed[row] = "message"
             return _UNREADABLE_KIND, bytes(_ID_BYTES), data
         attributes = message.attributes
         id = attributes.id.msb.to_bytes(8, "little") + b"\x11" + attributes.id.lsb.to_bytes(8, "little")
@@ -385,5 +391,6 @@ _BUILDERS: Final[dict[str, Callable[[_Rows], pa.Array]]] = {
     "traceparent": lambda rows: _rare(rows.traceparents, rows.count, pa.string()),
     "prev_seq": lambda rows: _longs(rows.records.prev_seq, rows.count),
     "origin": _origins,
+    "malformed": lambda rows: _rare(rows.values.malformed, rows.count, pa.string()),
 }
 assert _BUILDERS.keys() == set(SCHEMA.names)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections import Counter
 from collections.abc import Callable
 from typing import Any as Anything
 from typing import Final
@@ -52,7 +51,7 @@ class Values:
         self.strings: dict[int, str] = {}
         self.bools: dict[int, bool] = {}
         self.longs: dict[int, int] = {}
-        self.malformed: Counter[str] = Counter()
+        self.malformed: dict[int, str] = {}  # one of decode.MALFORMED, by row
 
     def put(self, row: int, value: SampleValue) -> None:
         if isinstance(value, bool):
@@ -108,7 +107,7 @@ def _parse_sample(values: Values, row: int, payload: bytes) -> None:
                 values.heads[bytes((0x0A, len(head))) + head] = path
                 values.moments[bytes((0x12, len(moment))) + moment] = micros
         else:
-            values.malformed["time"] += 1
+            values.malformed[row] = "time"
     values.paths[row] = path
     values.put(row, getattr(sample, kind))
 

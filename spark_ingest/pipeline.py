@@ -23,6 +23,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from spark_ingest import java, parquet
+from spark_ingest.decode import MALFORMED
 from spark_ingest.options import Options
 from transports.plugin import explain
 from uprotocol.status import UStatusError, invalid
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 STOP_CHECK_S: Final = 1  # a SIGTERM is noticed within this time
 STOP_TIMEOUT_MS: Final = 30_000  # short, since an interrupted batch is read again
 PROGRESS_KEPT: Final = 1_000  # batches between two readings of the counts, one per second
+METRICS: Final = "uprotocol"  # name of the observed metrics: malformed rows of a batch by kind
 PARTITION_COLUMNS: Final = ("authority", "date")  # readers filter by these; few enough that files do not get too small
 
 log = structlog.get_logger()
@@ -94,10 +96,12 @@ class IngestConfig(_IngestSection):
 
 
 class IngestReport(NamedTuple):
-    """Rows and micro-batches that one run has written."""
+    """Rows and micro-batches that one run has written. `malformed`: how many of the rows have unreadable parts, by
+    kind, one of decode.MALFORMED."""
 
     rows: int
     batches: int
+    malformed: dict[str, int]
 
 
 def load(path: Path) -> IngestConfig:
@@ -152,13 +156,16 @@ def session(config: Spark | None = None) -> SparkSession:
 
 
 def stream(spark: SparkSession, config: IngestConfig) -> DataFrame:
-    """The rows of the source, with the column `date` for the sink's directories."""
-    from pyspark.sql.functions import col, to_date
+    """The rows of the source, with the column `date` for the sink's directories. The progress of a query has how many
+    of them are malformed, as the observed metrics `uprotocol`."""
+    from pyspark.sql.functions import col, count_if, lit, to_date
 
     reader = spark.readStream.format("uprotocol")
     for name, value in options(config.source).items():
         reader = reader.option(name, value)
-    return reader.load().withColumn("date", to_date(col("ts")))
+    rows = reader.load().withColumn("date", to_date(col("ts")))
+    counts = [count_if(col("malformed") == lit(kind)).alias(kind) for kind in MALFORMED]
+    return rows.observe(METRICS, *counts)
 
 
 def options(source: Options) -> dict[str, str]:
@@ -227,12 +234,15 @@ def run(config: IngestConfig, stopping: threading.Event) -> IngestReport:
 def _follow(query: StreamingQuery, stopping: threading.Event) -> IngestReport:
     from pyspark.errors import StreamingQueryException
 
-    rows: dict[int, int] = {}
+    rows, malformed = dict[int, int](), dict[int, dict[str, int]]()
     try:
         ended = False
         while not ended:
             ended = bool(query.awaitTermination(STOP_CHECK_S))
-            rows |= {progress.batchId: progress.numInputRows for progress in query.recentProgress}
+            for progress in query.recentProgress:
+                rows[progress.batchId] = progress.numInputRows
+                if (observed := progress.observedMetrics.get(METRICS)) is not None:
+                    malformed[progress.batchId] = observed.asDict()
             if stopping.is_set() and not ended:
                 query.stop()
                 ended = True
@@ -242,7 +252,8 @@ def _follow(query: StreamingQuery, stopping: threading.Event) -> IngestReport:
         if not stopping.is_set():
             raise
         log.warning("Spark ended while it was being stopped; the next run continues from the checkpoint")
-    return IngestReport(sum(rows.values()), sum(count > 0 for count in rows.values()))
+    total = {kind: sum(counts[kind] for counts in malformed.values()) for kind in MALFORMED}
+    return IngestReport(sum(rows.values()), sum(count > 0 for count in rows.values()), total)
 
 
 def _reason(text: str) -> str:

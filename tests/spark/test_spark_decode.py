@@ -89,6 +89,7 @@ def test_a_sample_fills_every_column() -> None:
         "sink": None,
         "prev_seq": 0,
         "origin": None,
+        "malformed": None,
     }
 
 
@@ -164,6 +165,7 @@ def test_other_payloads_are_kept_and_counted(
     assert made["payload"] == data
     assert made["topic"] == uris.format(TOPIC)
     assert decoded([message.SerializeToString()]).malformed == malformed
+    assert made["malformed"] == next(iter(malformed), None)
 
 
 def test_a_message_without_payload_is_a_row_without_one() -> None:
@@ -182,6 +184,7 @@ def test_invalid_bytes_are_a_row_of_nulls_with_the_bytes() -> None:
     assert made.pop("incarnation") == LOG
     assert made.pop("append_time").timestamp() == 1.0
     assert made.pop("ts_source") == "append"
+    assert made.pop("malformed") == "message"
     assert set(made.values()) == {None}
     assert decoded([b"\xff"]).malformed == {"message": 1}
 
@@ -194,6 +197,7 @@ def test_an_invalid_time_falls_back_to_the_id(time: Timestamp) -> None:
     made = row(message)
     assert made["ts"].timestamp() * 1000 == pytest.approx(uuids.time_ms(message.attributes.id), abs=1)
     assert decoded([message.SerializeToString()]).malformed == {"time": 1}
+    assert (made["malformed"], made["value_double"]) == ("time", 1)
 
 
 def test_an_id_beyond_the_calendar_falls_back_to_the_append_time() -> None:
@@ -543,11 +547,13 @@ def test_what_is_not_read_is_not_parsed() -> None:
     message = published(UPayload(b"\xff", PROTOBUF)).SerializeToString()
     assert decoded([message]).malformed == {"payload": 1}
     assert decoded([message], decoder=Decoder(["topic", "payload"])).malformed == {}
+    made = decoded([message, b"\xff", published(None).SerializeToString()], decoder=Decoder(["malformed"]))
+    assert made.batch.to_pydict() == {"malformed": ["payload", "message", None]}
 
 
 @pytest.mark.parametrize("columns", [[], ["seq", "value"]])
 def test_unknown_columns_are_refused(columns: list[str]) -> None:
-    with pytest.raises(UStatusError, match=r"authority, topic, path.*origin; got"):
+    with pytest.raises(UStatusError, match=r"authority, topic, path.*malformed; got"):
         Decoder(columns)
 
 

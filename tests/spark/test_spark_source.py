@@ -665,7 +665,9 @@ def test_a_running_query_continues_while_a_fleet_grows(host: Host, spark: SparkS
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_every_row_is_written_once_if_the_job_is_killed_or_stopped(host: Host, tmp_path: Path) -> None:
-    messages = samples(40_000)
+    messages = samples(39_998)
+    for payload in (UPayload(b"nope", UPayloadFormat.UPAYLOAD_FORMAT_JSON), UPayload(b"\xff", 1)):
+        messages.append(UMessageBuilder.publish(uris.uri("vehicle1", 7, 1, 0x8001)).build_from_upayload(payload))
     host.ask(messages)
     file = tmp_path / "ingest.toml"
     file.write_text(
@@ -685,6 +687,9 @@ def test_every_row_is_written_once_if_the_job_is_killed_or_stopped(host: Host, t
         second.send_signal(signal.SIGTERM)
         out, err = second.communicate(timeout=DEADLINE_S)
     assert second.returncode == 0, err
-    assert json.loads(out.splitlines()[-1])["stopped"] is True
+    report = json.loads(out.splitlines()[-1])
+    assert report["stopped"] is True
+    assert report["malformed"] == {"message": 0, "payload": 2, "time": 0}
     rows = written(tmp_path)
+    assert [row["malformed"] for row in rows][-3:] == [None, "payload", "payload"]
     assert [row["message_id"] for row in rows] == ids(messages)
