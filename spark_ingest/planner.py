@@ -19,9 +19,10 @@ from spark_ingest.client import HistorySession, OnLoss, losses, range_poll
 from spark_ingest.epochs import BatchFrontiers, FrontierRecord, Gates
 from spark_ingest.fleet import FIRST_ANSWERS_S, Fleet
 from spark_ingest.members import CutsKey, Member, new_query, now_ms
-from spark_ingest.offsets import HistoryOffset, LogSeqs, Offset, Range
+from spark_ingest.offsets import HistoryOffset, LogLoss, LogSeqs, Offset, Range
 from spark_ingest.polls import poll_at
 from uprotocol import uri as uris
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 
 
 class Planner:
@@ -99,7 +100,23 @@ class Planner:
             for key, pieces in self._counted.items():
                 counted.setdefault(key, []).extend(pieces)
         self._counted = counted
+        self._check_end(start)
         return start, end
+
+    def _check_end(self, start: Offset) -> None:
+        """Report what `endingOffsets` names beyond the records that are there."""
+        ending = offsets.parse(self._run.options.ending_offsets, self._run.options.authority)
+        if not isinstance(ending, Offset):
+            return
+        for authority, history in ending.histories.items():
+            member = self.fleet.members.get(authority)
+            for log, seq in history.seqs.items():
+                present = (member.target or {}).get(log) if member is not None else None
+                if present is None:
+                    begin = start.histories.get(authority, HistoryOffset()).seqs.get(log, 0)
+                    self._on_loss(LogLoss(log, begin, 0, Gap.REASON_INCARNATION), authority)
+                elif present < seq:
+                    self._on_loss(LogLoss(log, seq, present + 1, is_beyond=True), authority)
 
     async def commit(self, acked: Offset) -> None:
         """All records up to `acked` are in the sink, so the histories need not keep them."""

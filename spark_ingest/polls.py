@@ -90,7 +90,7 @@ class HistoryPolls:
             what = f"{member.authority}: this streamer cannot plan batches: expected up-streamer 0.2 or later there"
             raise UStatusError(UCode.FAILED_PRECONDITION, what)
         wanted = Coverage(self._run.options.coverage_topics, Visible.of(answer.visible).text)
-        begin = offset or begun(answer, wanted)
+        begin = offset or begun(answer, wanted, asked.positions)
         changed = begin.covering(wanted, added=self._run.options.added_topics)
         backfill = next((one for one in changed.backfills if not one.is_over), None)
         rest = PollResponse()
@@ -255,9 +255,10 @@ async def _times_out(event: asyncio.Event, limit_s: float) -> bool:
     return False
 
 
-def begun(answer: PollResponse, wanted: Coverage) -> HistoryOffset:
-    """The offset at which a history begins that was not read before."""
-    seqs = {one.incarnation.hex(): one.seq for one in answer.begin}
+def begun(answer: PollResponse, wanted: Coverage, asked: Iterable[Position]) -> HistoryOffset:
+    """The offset at which a history begins that was not read before. It has the logs of `asked` that no longer exist,
+    so that they are a loss."""
+    seqs = {one.incarnation.hex(): one.seq for one in (*asked, *answer.begin)}
     known = {one.incarnation.hex(): witness.learn({}, one) for one in answer.begin if one.seq}
     unread = frozenset(one.incarnation.hex() for one in answer.begin if one.in_memory)
     return HistoryOffset(

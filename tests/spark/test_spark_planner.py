@@ -313,6 +313,26 @@ def test_the_whole_of_a_time_is_read_at_once(runner: asyncio.Runner) -> None:
     query.stop()
 
 
+def test_given_offsets_of_a_log_that_is_not_there_or_beyond_its_end_are_losses(runner: asyncio.Runner) -> None:
+    history, other = ModelHistory(), "ab" * 16
+    history.append(*records(10))
+    log = history.incarnation.hex()
+    query = Query(runner, {"car": history}, starting_offsets=json.dumps({other: 5}))
+    try:
+        query.drain()
+        assert [(loss.incarnation, loss.after, loss.before) for loss in query.losses] == [(other, 5, 0)]
+        assert query.delivered.keys() == {*range(10)}
+    finally:
+        query.stop()
+    for ending, expected, rows in (({log: 12}, (log, 12, 11), 10), ({other: 3, log: 4}, (other, 0, 0), 4)):
+        query.losses.clear()
+        query.start(ending_offsets=json.dumps(ending))
+        start, end = runner.run(query.planner.whole())
+        assert [(loss.incarnation, loss.after, loss.before) for loss in query.losses] == [expected]
+        assert len(list(query.rows(start, end, query.planner.counted))) == rows
+        query.stop()
+
+
 def test_a_batch_waits_for_enough_records(runner: asyncio.Runner) -> None:
     history = ModelHistory()
     history.append(*records(3))
