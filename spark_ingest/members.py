@@ -21,6 +21,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import LogPlan, Position
 from uprotocol.status import UStatusError
 from uprotocol.v1.uri_pb2 import UUri
 
+CUTS_MAX: Final = 1_000  # that a history makes for one plan
 LEASE_S: Final = 60.0  # of a cursor, until the history says another time
 
 CutsKey = tuple[int, str]
@@ -36,10 +37,17 @@ class QueryRun:
     began_ms: int = 0
     has_begun: bool = False  # a history that joins from now on is not in the checkpoint
     is_ending: bool = False  # it reads what is there, and ends
+    is_whole: bool = False  # and all of it in one batch
     has_cursors: bool = True  # False: all is read now or never
     targets: dict[str, LogSeqs] = field(default_factory=dict)  # of a run that ends: where, as far as it is known
     histories: int = 0
     news: asyncio.Event = field(default_factory=asyncio.Event)  # a history has answered, or failed
+
+    @property
+    def records_max(self) -> int:
+        """Records that one history plans at a time."""
+        options = self.options
+        return CUTS_MAX * options.max_records_per_partition if self.is_whole else options.max_records_per_batch
 
     @property
     def wanted(self) -> list[UUri]:

@@ -91,7 +91,7 @@ class Planner:
     async def whole(self) -> tuple[Offset, Offset]:
         """Plan all records from the begin of a new query to its end. Returns both. Raises UNAVAILABLE if one of the
         named histories does not answer."""
-        self._run.is_ending, self._run.has_cursors = True, False
+        self._run.is_ending, self._run.is_whole, self._run.has_cursors = True, True, False
         start = await self.begin(new_query())
         self.fleet.raise_refused(is_away_refused=True)
         end, counted = start, dict[tuple[str, str, tuple[str, ...]], list[tuple[int, int]]]()
@@ -117,6 +117,13 @@ class Planner:
                     self._on_loss(LogLoss(log, begin, 0, Gap.REASON_INCARNATION), authority)
                 elif present < seq:
                     self._on_loss(LogLoss(log, seq, present + 1, is_beyond=True), authority)
+
+    async def present(self, start: Offset) -> Offset:
+        """Returns the end of one batch that begins at `start` and has what is there now, whatever its size; of a
+        history that has more of it than one plan can have, that. Raises as `latest`."""
+        self._run.is_whole = True
+        await self.fleet.end_at_present()
+        return await self.latest(start, None, 0)
 
     async def commit(self, acked: Offset) -> None:
         """All records up to `acked` are in the sink, so the histories need not keep them."""

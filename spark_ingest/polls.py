@@ -30,6 +30,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 WAIT_MS_MAX: Final = 20_000  # of a poll that waits for records: a third of the usual lease
+RECORDS_MAX: Final = (1 << 32) - 1  # that the field of a poll can have
 BACKOFF_MS: Final = (500, 10_000)  # between calls to a history that does not answer
 HELD_MAX_S: Final = 90.0  # another holder of our cursor: its lease ends within this time, or it is alive
 
@@ -110,11 +111,11 @@ class HistoryPolls:
 
     def _request(self, member: Member) -> PollRequest:
         options = self._run.options
-        each = max(1, options.max_records_per_batch // (4 * max(1, self._run.histories, options.min_partitions)))
+        each = max(1, self._run.records_max // (4 * max(1, self._run.histories, options.min_partitions)))
         asked = PollRequest(
             topics=self._run.wanted,
             plan_records=min(options.max_records_per_partition, each),
-            max_records=options.max_records_per_batch,
+            max_records=min(self._run.records_max, RECORDS_MAX),
         )
         offset = member.offset if member.offset is not None else self._start(member, asked)
         if member.offset is not None:
@@ -165,7 +166,7 @@ class HistoryPolls:
             member.newest[name] = plan.newest_match_seq
             if plan.cuts and (member.target is None or name in member.target):
                 member.cuts[0, name] = list(plan.cuts)
-        member.is_full = answer.more or member.records >= self._run.options.max_records_per_batch
+        member.is_full = answer.more or member.records >= self._run.records_max
 
     def _with_backfill(
         self, member: Member, changed: HistoryOffset, backfill: Backfill, answer: PollResponse

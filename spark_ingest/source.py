@@ -268,8 +268,10 @@ class StreamReader(_SourceReader, DataSourceStreamReader, SupportsTriggerAvailab
             f"expected ReadMaxRows or ReadAllAvailable, got {limit}"
         )
         begin = Offset.of(start, self._options.authority)
-        limit_records = limit.max_rows if isinstance(limit, ReadMaxRows) else None
-        end = self._session.run(self._planner.latest(begin, limit_records, IDLE_WAIT_S))
+        if isinstance(limit, ReadMaxRows):
+            end = self._session.run(self._planner.latest(begin, limit.max_rows, IDLE_WAIT_S))
+        else:  # Trigger.Once
+            end = self._session.run(self._planner.present(begin))
         return dict(start) if end == begin else end.json()
 
     def reportLatestOffset(self) -> dict[str, Any]:

@@ -293,6 +293,23 @@ def test_a_run_that_ends_plans_what_was_there_when_it_began(runner: asyncio.Runn
         query.stop()
 
 
+def test_one_batch_may_have_all_that_is_there(runner: asyncio.Runner) -> None:
+    """Trigger.Once; `latest` is limited by the options."""
+    history = ModelHistory()
+    history.append(*records(100))
+    query = Query(runner, {"car": history}, max_records_per_batch=7, max_records_per_partition=5)
+    try:
+        start = runner.run(query.planner.begin("query1"))
+        end = runner.run(query.planner.latest(start, None, 1.0))
+        assert len(list(query.rows(start, end, query.planner.counted))) == 7
+        query.stop()
+        query.start(max_records_per_batch=7, max_records_per_partition=5)  # it was not committed
+        end = runner.run(query.planner.present(start))
+        assert sorted(query.rows(start, end, query.planner.counted)) == list(range(100))
+    finally:
+        query.stop()
+
+
 def test_the_whole_of_a_time_is_read_at_once(runner: asyncio.Runner) -> None:
     history = ModelHistory()
     history.append(*records(100))
