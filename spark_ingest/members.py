@@ -151,6 +151,11 @@ class Member:
 
     def take(self, taken: Mapping[CutsKey, int], end: HistoryOffset) -> None:
         """The batch was planned."""
+        if self.offset is not None and self.offset.coverage != end.coverage:
+            # what was found not to match, was found so for the topics before, at least in part
+            self.next = {
+                log: Position(incarnation=one.incarnation, seq=end.seqs.get(log, 0)) for log, one in self.next.items()
+            }
         self.offset, self.changed, self.begin = end, None, {}
         self.losses, self.agreed = [], {}
         for key, count in taken.items():

@@ -100,16 +100,23 @@ class ModelHistory:
     async def poll(self, asked: PollRequest, **_: Any) -> PollResponse:
         self.polls += 1
         topics, deadline = list(asked.topics), asyncio.get_event_loop().time() + asked.wait_ms / 1000
+        reading = PollRequest()
+        reading.CopyFrom(asked)
+        has_time = bool(asked.wait_ms)
         while True:
             self.reachable()
-            answer, appended = self._answer(asked, topics), self._appended
-            if answer.plan or answer.batches or answer.gaps or not asked.wait_ms:
+            answer, appended = self._answer(reading, topics), self._appended
+            if answer.plan or answer.batches or answer.gaps or not has_time:
                 return answer
+            # it reads on from there, with what its caller may read then
+            reading.ClearField("start")
+            del reading.positions[:]
+            reading.positions.extend(answer.next)
             try:
                 async with asyncio.timeout_at(deadline):
                     await appended.wait()
             except TimeoutError:
-                return answer
+                has_time = False
 
     def _answer(self, asked: PollRequest, topics: list[UUri]) -> PollResponse:
         answer = PollResponse()

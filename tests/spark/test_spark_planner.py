@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_ingest import offsets
+from spark_ingest import offsets, polls
 from spark_ingest.client import read
 from spark_ingest.offsets import LogLoss, Offset, Range
 from spark_ingest.options import Options
@@ -385,6 +385,26 @@ def test_added_topics_may_begin_at_the_end(runner: asyncio.Runner) -> None:
         history.append(*records(1, topic=1, begin=20))
         query.drain()
         assert query.delivered == Counter([0, 1, 20])
+    finally:
+        query.stop()
+
+
+def test_topics_that_are_granted_to_a_running_query_come_without_a_new_record(
+    runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The poll that waits has passed their records, since they did not match."""
+    monkeypatch.setattr(polls, "WAIT_MS_MAX", 50)
+    history = ModelHistory()
+    history.append(*records(2), *records(3, topic=1, begin=10))
+    history.visible = frozenset(TOPICS[:1])
+    query = Query(runner, {"car": history})
+    try:
+        query.drain()
+        assert query.delivered == Counter([0, 1])
+        history.visible = None
+        for _ in range(10):
+            query.batch(None, 0.1)
+        assert query.delivered == Counter([0, 1, 10, 11, 12])
     finally:
         query.stop()
 
