@@ -364,6 +364,7 @@ EXAMPLES: list[tuple[str, str]] = [
         ),
         strict=True,
     ),
+    ("docs/spark.md: a vehicle", HOME + blocks("docs/spark.md")[1]),
     ("docs/dds-mapping.md", HOME.replace('"local"', '"dds"') + blocks("docs/dds-mapping.md")[0]),
     *[
         (f"deploy/zenoh {' and '.join(parts)}", HOME.replace('"local"', '"zenoh"') + zenoh_parts(parts))
