@@ -71,6 +71,10 @@ class Fleet:
         if not self.run.began_ms:
             self.open(start.query, start.began_ms or now_ms())
             self.run.has_begun = True
+        elif start.query not in ("", self.run.query):  # its first batch was cut off, so Spark asked for its begin anew
+            self.run.query, self.run.began_ms, self.run.has_begun = start.query, start.began_ms, True
+            for known in self.members.values():
+                known.acked = known.held = None
         for authority, history in start.histories.items():
             member = self.join(authority)
             if member is not None and member.offset != history:

@@ -120,8 +120,8 @@ class Options(BaseModel):
     """UUri patterns, in a Spark option separated by commas; empty: all recorded topics. A topic that is added later is
     read from `addedTopics` on. Also `subscribe` (without wildcards) and `subscribePattern`"""
     added_topics: Literal["earliest", "latest"] = "earliest"
-    """where topics begin that were added to a query since its checkpoint, or that it may read only now; `latest`: behind
-    the last row that the query has read, of any topic"""
+    """where topics begin that were added to a query since its checkpoint, or that it may read only now; `latest`:
+    behind the last row that the query has read, of any topic"""
     path_topics: Annotated[dict[str, str], BeforeValidator(_settings)] = {}
     """JSON of a pattern by path, `{"Vehicle.Speed": "//*/8001/1/8001"}`: with filter pushdown a condition on `path`
     asks for these topics alone. All records of a path must have such a topic"""

@@ -10,6 +10,7 @@ With whole epochs the end of a batch also contains which epochs wait: frontiers 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -23,6 +24,7 @@ from spark_ingest.offsets import HistoryOffset, LogLoss, LogSeqs, Offset, Range
 from spark_ingest.polls import poll_at
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
+from uprotocol.status import UStatusError
 
 
 class Planner:
@@ -87,6 +89,16 @@ class Planner:
         # the next one. But it calls `commit` only when the next one begins, which may never happen.
         await self.fleet.hold(start, [one for one in self.fleet.members.values() if one.acked is None or end == start])
         return end
+
+    async def reread(self, start: Offset, end: Offset) -> None:
+        """Spark reads again, after a restart, the batch between two offsets: let the histories keep its records."""
+        if end.query in ("", self._run.query):
+            return
+        begin = Offset(end.query, end.began_ms, end.begin(start))
+        self.fleet.resume(begin)
+        with contextlib.suppress(UStatusError):  # the tasks meet it, too
+            await self.fleet.answers(FIRST_ANSWERS_S)
+            await self.fleet.hold(begin, list(self.fleet.members.values()))
 
     async def whole(self) -> tuple[Offset, Offset]:
         """Plan all records from the begin of a new query to its end. Returns both. Raises UNAVAILABLE if one of the

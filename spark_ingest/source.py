@@ -280,6 +280,7 @@ class StreamReader(_SourceReader, DataSourceStreamReader, SupportsTriggerAvailab
 
     def partitions(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[InputPartition]:
         begun, ended = (Offset.of(one, self._options.authority) for one in (start, end))
+        self._session.run(self._planner.reread(begun, ended))
         return self._partitions(begun, ended, self._planner.counted)
 
     def commit(self, end: Mapping[str, Any]) -> None:

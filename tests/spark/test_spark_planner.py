@@ -293,6 +293,26 @@ def test_a_run_that_ends_plans_what_was_there_when_it_began(runner: asyncio.Runn
         query.stop()
 
 
+def test_a_batch_that_is_read_again_keeps_its_records_meanwhile(runner: asyncio.Runner) -> None:
+    history = ModelHistory()
+    history.append(*records(5))
+    query = Query(runner, {"car": history}, max_records_per_partition=1)
+    try:
+        query.batch(3)
+        start = Offset.of(query.checkpoint)
+        end = runner.run(query.planner.latest(start, None, 1.0))
+        query.stop()
+        history.cursors.clear()  # the job was down for longer than its lease
+        query.start()
+        runner.run(query.planner.reread(start, end))
+        assert history.cursors == {"spark-query1": 3}
+        history.append(*records(2, begin=5))
+        further = runner.run(query.planner.latest(end, None, 1.0))
+        assert sorted(query.rows(end, further, {})) == [5, 6]
+    finally:
+        query.stop()
+
+
 def test_one_batch_may_have_all_that_is_there(runner: asyncio.Runner) -> None:
     """Trigger.Once; `latest` is limited by the options."""
     history = ModelHistory()
@@ -439,7 +459,14 @@ def test_a_first_batch_that_was_cut_off_is_read_again_from_where_it_began(runner
         query.start(starting_offsets="latest")
         again = runner.run(query.planner.begin("query2"))
         assert again != start
-        assert sorted(query.rows(again, Offset.of(end.json()), {})) == [5, 6, 7]
+        end = Offset.of(end.json())
+        runner.run(query.planner.reread(again, end))
+        assert history.cursors["spark-query1"] == 5, "its records are kept while they are read"
+        assert sorted(query.rows(again, end, {})) == [5, 6, 7]
+        assert runner.run(query.planner.latest(end, None, 0.1)) == end
+        assert history.cursors["spark-query1"] == 8, "it is the same query"
+        history.append(*records(1, begin=8))
+        assert sorted(query.rows(end, runner.run(query.planner.latest(end, None, 1.0)), {})) == [8]
     finally:
         query.stop()
 
