@@ -247,7 +247,7 @@ def _follow(query: StreamingQuery, stopping: threading.Event) -> IngestReport:
                 query.stop()
                 ended = True
     except StreamingQueryException as error:
-        raise UStatusError(UCode.ABORTED, _reason(str(error))) from error
+        raise failure(str(error)) from error
     except Exception:
         if not stopping.is_set():
             raise
@@ -256,11 +256,14 @@ def _follow(query: StreamingQuery, stopping: threading.Event) -> IngestReport:
     return IngestReport(sum(rows.values()), sum(count > 0 for count in rows.values()), total)
 
 
-def _reason(text: str) -> str:
-    """Returns the UStatusError of a task or of the planner in Spark's error text, else the first line."""
+def failure(text: str) -> UStatusError:
+    """The UStatusError of a task or of the planner in Spark's error text; else ABORTED with the first line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     ours = [line.partition("UStatusError: ")[2] for line in lines if "UStatusError: " in line]
-    return ours[0] if ours else lines[0] if lines else "the query failed without a reason"
+    name, _, message = ours[0].partition(": ") if ours else ("", "", "")
+    if code := dict(UCode.items()).get(name):
+        return UStatusError(code, message)
+    return UStatusError(UCode.ABORTED, lines[0] if lines else "the query failed without a reason")
 
 
 @contextlib.contextmanager

@@ -523,6 +523,13 @@ def test_a_configuration_names_unknown_keys(tmp_path: Path) -> None:
         pipeline.load(tmp_path / "none.toml")
 
 
+def test_a_failure_of_the_query_is_that_of_its_task() -> None:
+    text = "[STREAM_FAILED] Query terminated:\nTraceback\n  uprotocol.status.UStatusError: DATA_LOSS: gateway: x\n"
+    assert str(pipeline.failure(text)) == "DATA_LOSS: gateway: x"
+    assert str(pipeline.failure("Out of memory\n at x")) == "ABORTED: Out of memory"
+    assert str(pipeline.failure("")) == "ABORTED: the query failed without a reason"
+
+
 # --- with Spark
 
 
