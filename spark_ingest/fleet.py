@@ -27,7 +27,8 @@ from uprotocol.transport import LocalUriProvider, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 
-FIRST_ANSWERS_S: Final = 0.8  # a round waits so long for histories that have not answered yet
+FIRST_ANSWERS_S: Final = 0.8  # rounds wait so long, once, for a history that has not answered yet
+REFRESHED_S: Final = 0.2  # a plan is not made again if the history takes longer to answer
 DISCOVERY_S: Final = 10.0  # between two questions to the hub
 PLAN_AGE_S: Final = 0.01  # an older plan is made again before it becomes a batch
 LISTEN_S: Final = 6.0  # a streamer announces itself every five seconds
@@ -110,18 +111,22 @@ class Fleet:
             await transport.register_listener(announcements, _Announcements(self.join), sink)
 
     async def answers(self, limit_s: float, *, must_answer: bool = False) -> None:
-        """Wait until each history has answered or failed, at most `limit_s`. `must_answer`: wait for the first answer
-        that long, and then for the others FIRST_ANSWERS_S; raise UNAVAILABLE if none comes. Raises what is refused."""
+        """Wait until each history has answered or failed, at most `limit_s` since it was first asked. `must_answer`:
+        wait for the first answer that long from now, and then for the others FIRST_ANSWERS_S; raise UNAVAILABLE if none
+        comes. Raises what is refused."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while True:
             self.raise_refused()
             members = self.members.values()
             has_answer = any(member.answered_ms for member in members)
-            if all(member.asked for member in members) and (has_answer or not must_answer):
+            missing = [member for member in members if not member.asked]
+            if not missing and (has_answer or not must_answer):
                 return
             is_short = has_answer and must_answer and self.run.has_cursors  # without cursors all are read now, or never
             left_s = began + (min(limit_s, FIRST_ANSWERS_S) if is_short else limit_s) - loop.time()
+            if not must_answer:  # the rounds before may have waited for it
+                left_s = min(left_s, max(one.began_s for one in missing) + limit_s - time.monotonic())
             if left_s <= 0:
                 break
             self.run.news.clear()
@@ -136,11 +141,12 @@ class Fleet:
 
     async def refresh(self) -> None:
         """Make the plans at hand again, so that a batch has the records up to now; a plan was made when its first
-        record came. Waits at most FIRST_ANSWERS_S."""
+        record came. Waits at most FIRST_ANSWERS_S; not for a history that is slow."""
         if self.run.is_ending:
             return
         oldest_s, deadline = time.monotonic() - PLAN_AGE_S, asyncio.get_running_loop().time() + FIRST_ANSWERS_S
         stale = [one for one in self.members.values() if one.cuts and not one.is_full and one.planned_s < oldest_s]
+        stale = [one for one in stale if one.answer_s < REFRESHED_S and one.error is None]
         for member in stale:
             member.is_stale = True
             member.wake.set()
@@ -178,28 +184,37 @@ class Fleet:
             member.plan_anew()
 
     async def hold(self, acked: Offset, members: Sequence[Member]) -> None:
-        """Move the cursors of `members` to what a query needs that has stored all batches up to `acked`. A history
-        that is away still keeps its records; its cursor moves later."""
-
-        async def hold(member: Member) -> None:
+        """Move the cursors of `members` to what a query needs that has stored all batches up to `acked`. Waits at most
+        FIRST_ANSWERS_S. A history that is away still keeps its records; its next poll moves its cursor."""
+        if not self.run.has_cursors:
+            return
+        renewing = list[asyncio.Task[None]]()
+        for member in members:
             position = acked.histories.get(member.authority, member.offset)
             if position is None or not member.next:
-                return
+                continue
             member.acked = position
-            if member.cursor() == member.held:
-                return
-            try:
-                await self._polls.renew(member)
-            except UStatusError as error:
-                self._polls.failed(member, error)
+            if member.error is None and member.renewing is None and member.cursor() != member.held:
+                member.renewing = asyncio.create_task(self._renew(member))
+                renewing.append(member.renewing)
+        if renewing:
+            done, _ = await asyncio.wait(renewing, timeout=FIRST_ANSWERS_S)
+            for task in done:
+                task.result()
+        self.raise_refused()
 
-        if self.run.has_cursors:
-            await asyncio.gather(*map(hold, members))
-            self.raise_refused()
+    async def _renew(self, member: Member) -> None:
+        try:
+            await self._polls.renew(member)
+        except UStatusError as error:
+            self._polls.failed(member, error)
+        finally:
+            member.renewing = None
 
     async def close(self) -> None:
-        tasks = [member.task for member in self.members.values() if member.task is not None]
-        tasks += [self._discovering] if self._discovering is not None else []
+        members = self.members.values()
+        running = [self._discovering, *(task for one in members for task in (one.task, one.renewing))]
+        tasks = [task for task in running if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

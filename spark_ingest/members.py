@@ -72,11 +72,14 @@ class Member:
     target: LogSeqs | None = None  # of a run that ends: no record beyond
     acked: HistoryOffset | None = None  # the records up to here are in the sink
     held: LogSeqs | None = None  # seqs of the cursor
-    lease_s: float = 60.0
+    lease_s: float = LEASE_S
+    began_s: float = field(default_factory=time.monotonic)  # since then it is asked
     asked: bool = False  # whether it has answered or failed
     is_stale: bool = False  # the plan at hand is to be made again, since more records may have come
     is_full: bool = False  # the plan at hand has as many records as a plan may have
     planned_s: float = 0.0  # when it was made, monotonic
+    answer_s: float = 0.0  # how long it takes to answer
+    wait_ms: int = 20_000  # how long its next poll waits for records
     answered_ms: int = 0  # time of the last answer, Unix ms
     answering_ms: int = 0  # since then it has answered without a failure
     away_ms: int = 0  # since then it has not answered
@@ -86,11 +89,16 @@ class Member:
     generation: int = 0  # of `offset`: an answer for an earlier one is dropped
     task: asyncio.Task[None] | None = None
     asking: asyncio.Task[None] | None = None  # its poll
+    renewing: asyncio.Task[None] | None = None  # moves its cursor
 
     @property
     def records(self) -> int:
         """Planned matching records that are in no batch yet."""
         return sum(cut.records for cuts in self.cuts.values() for cut in cuts)
+
+    @property
+    def is_answering(self) -> bool:
+        return self.asked and self.error is None
 
     @property
     def has_news(self) -> bool:
@@ -126,6 +134,7 @@ class Member:
         """Drop what was planned, and the answer that is under way, and ask again."""
         self.changed, self.cuts, self.losses, self.agreed, self.next = None, {}, [], {}, {}
         self.asked, self.is_stale, self.error, self.is_refused = False, False, None, False
+        self.began_s = time.monotonic()
         self.generation += 1
         if self.asking is not None:
             self.asking.cancel()
@@ -193,7 +202,8 @@ class Member:
         }
         if self.away_ms or not self.answered_ms:
             reason = self.error.message if self.error is not None else "it has not answered yet"
-            made["away"] = {"seconds": (time_ms - self.away_ms) / 1000 if self.away_ms else None, "reason": reason}
+            away_s = (time_ms - self.away_ms) / 1000 if self.away_ms else round(time.monotonic() - self.began_s, 3)
+            made["away"] = {"seconds": away_s, "reason": reason}
         return made
 
 

@@ -31,6 +31,7 @@ from uprotocol.v1.uri_pb2 import UUri
 
 WAIT_MS_MAX: Final = 20_000  # of a poll that waits for records: a third of the usual lease
 RECORDS_MAX: Final = (1 << 32) - 1  # that the field of a poll can have
+WAIT_MS_MIN: Final = 1_000  # after a failure, and where a poll was not let wait: the streamer may be about to stop
 BACKOFF_MS: Final = (500, 10_000)  # between calls to a history that does not answer
 HELD_MAX_S: Final = 90.0  # another holder of our cursor: its lease ends within this time, or it is alive
 
@@ -81,9 +82,14 @@ class HistoryPolls:
                 return
             member.target = target
         asked, offset = self._request(member), member.offset
-        if member.backfill is None and member.asked and not member.is_stale and not self._run.is_ending:
-            asked.wait_ms = min(WAIT_MS_MAX, round(member.lease_s * 333))
+        if member.backfill is None and member.is_answering and not member.is_stale and not self._run.is_ending:
+            asked.wait_ms = min(member.wait_ms, round(member.lease_s * 333))
+        began_s = time.monotonic()
         answer = await self._session.call(member.authority, lambda client: client.poll(asked))
+        took_s = time.monotonic() - began_s
+        is_cut_short = not answer.plan and took_s * 2_000 < asked.wait_ms
+        member.wait_ms = WAIT_MS_MIN if is_cut_short else min(2 * member.wait_ms, WAIT_MS_MAX)
+        member.answer_s = min(took_s, member.answer_s) if asked.wait_ms else took_s
         if not is_sound(answer) or any(one.seq > SEQ_MAX for one in (*answer.begin, *answer.next)):
             what = f"{member.authority}: expected logs with 16 bytes and a seq below 2^63, got an answer with others"
             raise UStatusError(UCode.DATA_LOSS, what)
@@ -124,7 +130,8 @@ class HistoryPolls:
         for log, seq in (member.target or {}).items():
             asked.until.add(incarnation=bytes.fromhex(log), seq=seq)
         if member.acked is not None and self._run.has_cursors:
-            self._set_cursor(asked, member.cursor())
+            member.held = member.cursor()
+            self._set_cursor(asked, member.held)
         return asked
 
     def _start(self, member: Member, asked: PollRequest) -> HistoryOffset:
@@ -204,7 +211,8 @@ class HistoryPolls:
             what = "the streamer refuses the query" if is_refused else "the streamer is away; no new batch from it"
             what = "another holder uses the consumer; waiting for the end of its lease" if is_held else what
             log.warning(what, authority=member.authority, error=error.message)
-        member.away_ms, member.answering_ms = member.away_ms or time_ms, 0
+        member.away_ms, member.answering_ms, member.held = member.away_ms or time_ms, 0, None
+        member.wait_ms = WAIT_MS_MIN
         member.error, member.is_refused, member.asked, member.is_stale = error, is_refused, True, False
         self._run.news.set()
 
@@ -239,11 +247,11 @@ class HistoryPolls:
         """Set the cursor, which renews its lease: Spark may make no call for the length of a trigger."""
         if member.acked is None or not self._run.has_cursors:
             return
-        seqs = member.cursor()
+        member.held = seqs = member.cursor()
         asked = poll_at(self._run.wanted, HistoryOffset(dict(seqs)))
         self._set_cursor(asked, seqs)
         lease_ms = (await self._session.call(member.authority, lambda client: client.poll(asked))).lease_ms
-        member.held, member.lease_s = seqs, lease_ms / 1000 or member.lease_s
+        member.lease_s = lease_ms / 1000 or member.lease_s
 
 
 async def _times_out(event: asyncio.Event, limit_s: float) -> bool:
