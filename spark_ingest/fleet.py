@@ -1,7 +1,7 @@
 """The histories of a query: those that are named, and those that are found while it runs.
 
 named --------------------------------.
-announcements to us, and publishes ---+--> join --> Member, watched by HistoryPolls
+announcements to us ------------------+--> join --> Member, watched by HistoryPolls
 the hub: which histories it follows --'
 answers, refresh: wait for what all have at hand, a bounded time     hold: cursors of those that have moved
 """
@@ -104,11 +104,10 @@ class Fleet:
             await asyncio.sleep(DISCOVERY_S)
 
     async def _listen(self, transport: UTransport, local: LocalUriProvider) -> None:
-        """Listen for the announcements of streamers: notifications to us, and publishes."""
+        """Listen for the announcements of streamers, which are notifications to us."""
         announcements = uris.uri(uris.WILDCARD_AUTHORITY, ids.ENTITY, ids.VERSION, ids.ANNOUNCEMENTS)
         to_us = uris.uri(local.get_authority(), uris.ANY.ue_id, uris.ANY.ue_version_major, 0)
-        for sink in (to_us, None):
-            await transport.register_listener(announcements, _Announcements(self.join), sink)
+        await transport.register_listener(announcements, _Announcements(self.join), to_us)
 
     async def answers(self, limit_s: float, *, must_answer: bool = False) -> None:
         """Wait until each history has answered or failed, at most `limit_s` since it was first asked. `must_answer`:

@@ -7,7 +7,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import pytest
@@ -15,10 +15,11 @@ import pytest
 from campaigns.bench.spark_fleet import LocalFleet, measure
 from history.service.service import HistoryService
 from spark_ingest import offsets
-from spark_ingest.client import range_poll
+from spark_ingest.client import HistorySession, range_poll
 from spark_ingest.offsets import LogLoss, Offset
 from spark_ingest.planner import Planner
 from tests.tiers import full
+from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
@@ -41,6 +42,26 @@ async def test_what_a_fleet_costs(real: int, simulated: int, idle_s: float) -> N
     assert found["news_ranges"] == found["restart_ranges"] == -(-0.9 * found["histories"] // 10)
     assert found["kib_per_history_later"] < KIB_MAX
     assert found["standing_polls_cpu_percent"] < 10
+
+
+async def records_between(
+    session: HistorySession, start: Offset, end: Offset, simulated: Container[str] = ()
+) -> dict[str, list[int]]:
+    """Returns by authority the numbers that are the payloads of a batch; of simulated histories those of the seqs."""
+    found = dict[str, list[int]]()
+    for one in offsets.ranges(start, end, session.options.coverage_topics) if end != start else ():
+        numbers = found.setdefault(one.authority, [])
+        if one.authority in simulated:
+            numbers += range(one.after + 1, one.until + 1)
+            continue
+        after, topics = one.after, [uris.parse(topic) for topic in one.topics]
+        while after < one.until:
+            asked = range_poll(topics, one, after, dict(one.known))
+            answer = await session.call(one.authority, lambda client, asked=asked: client.poll(asked))  # type: ignore[misc]
+            messages = [UMessage.FromString(data) for batch in answer.batches for data in batch.message]
+            numbers += [int(message.payload) for message in messages]
+            after = next(position.seq for position in answer.next if position.incarnation.hex() == one.incarnation)
+    return found
 
 
 class Query:
@@ -68,18 +89,8 @@ class Query:
         return end != start
 
     async def _read(self, start: Offset, end: Offset) -> None:
-        for one in offsets.ranges(start, end, ()):
-            counter = self.read.setdefault(one.authority, Counter())
-            if one.authority not in self.fleet.logs:
-                counter.update(range(one.after + 1, one.until + 1))
-                continue
-            after = one.after
-            while after < one.until:
-                asked = range_poll((), one, after, dict(one.known))
-                answer = await self.fleet.session.call(one.authority, lambda client, asked=asked: client.poll(asked))  # type: ignore[misc]
-                messages = [UMessage.FromString(data) for batch in answer.batches for data in batch.message]
-                counter.update(int(message.payload) for message in messages)
-                after = next(p.seq for p in answer.next if p.incarnation.hex() == one.incarnation)
+        for authority, numbers in (await records_between(self.fleet.session, start, end, self.fleet.simulated)).items():
+            self.read.setdefault(authority, Counter()).update(numbers)
 
     async def until(self, condition: Any, limit_s: float = 30.0) -> None:
         async with asyncio.timeout(limit_s):
