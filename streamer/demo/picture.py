@@ -37,7 +37,9 @@ def draw(parquet_dir: Path, titles: Mapping[str, str], png: Path) -> None:
             axes.text(0.5, 0.5, f"no {SPEED}", transform=axes.transAxes, ha="center")
             continue
         times = speed["ts"].to_numpy().astype("datetime64[ms]").astype("int64")
-        axes.plot((times - times[0]) / 60_000, speed["value_double"].to_numpy(), color=COLOUR, linewidth=1.2)
+        axes.plot(
+            (times - times[0]) / 60_000, speed["value_double"].to_numpy(), color=COLOUR, linewidth=1.2, clip_on=False
+        )
         axes.set_title(f"{speed.num_rows:,} samples", loc="right", fontsize=10)
     grid[0, 0].set_ylim(bottom=0)
     grid[0, 0].set_xlim(left=0)
