@@ -180,7 +180,7 @@ class Fleet:
         self.run.targets = {one: seqs for one, seqs in zip(authorities, found, strict=True) if isinstance(seqs, dict)}
         for member in self.members.values():
             member.target = None
-            member.plan_anew()
+            member.plan_again()
 
     async def hold(self, acked: Offset, members: Sequence[Member]) -> None:
         """Move the cursors of `members` to what a query needs that has stored all batches up to `acked`. Waits at most

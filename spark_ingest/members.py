@@ -68,6 +68,7 @@ class Member:
     losses: list[LogLoss] = field(default_factory=list)  # found with them
     agreed: LogSeqs = field(default_factory=dict)  # of logs that went back: up to here they are what was read
     next: dict[str, Position] = field(default_factory=dict)  # up to here is in `cuts`, or does not match
+    read_ms: int = 0  # append time of records that are in the latest batch, Unix ms
     newest: LogSeqs = field(default_factory=dict)  # the newest matching record
     target: LogSeqs | None = None  # of a run that ends: no record beyond
     acked: HistoryOffset | None = None  # the records up to here are in the sink
@@ -128,9 +129,9 @@ class Member:
     def reset(self, offset: HistoryOffset | None) -> None:
         """Go on from `offset`, since the query does."""
         self.offset, self.begin = offset, {}
-        self.plan_anew()
+        self.plan_again()
 
-    def plan_anew(self) -> None:
+    def plan_again(self) -> None:
         """Drop what was planned, and the answer that is under way, and ask again."""
         self.changed, self.cuts, self.losses, self.agreed, self.next = None, {}, [], {}, {}
         self.asked, self.is_stale, self.error, self.is_refused = False, False, None, False
@@ -168,6 +169,7 @@ class Member:
         self.offset, self.changed, self.begin = end, None, {}
         self.losses, self.agreed = [], {}
         for key, count in taken.items():
+            self.read_ms = self.cuts[key][count - 1].first_time_ms
             del self.cuts[key][:count]
         # those of backfills are planned anew: their numbers change when one is over
         self.cuts = {(where, log): cuts for (where, log), cuts in self.cuts.items() if cuts and not where}
@@ -191,11 +193,12 @@ class Member:
 
     def lag(self, time_ms: int) -> dict[str, Any]:
         """How far the query is behind. `records`: matching ones that are in no batch yet; of those that are not planned
-        yet each seq counts. `seconds`: since the oldest of them was appended."""
-        beyond = 0
-        for (where, log), cuts in self.cuts.items():
-            beyond += 0 if where else max(0, self.newest.get(log, 0) - cuts[-1].position.seq)
-        first_ms = min((cut.first_time_ms for cuts in self.cuts.values() for cut in cuts[:1]), default=0)
+        yet each seq counts. `seconds`: since the oldest of them was appended; if that is not planned yet, since the
+        last ones were that are in a batch."""
+        ends = {log: cuts[-1].position.seq for (where, log), cuts in self.cuts.items() if not where}
+        read = self.offset.seqs if self.offset is not None else {}
+        beyond = sum(max(0, seq - ends.get(log, read.get(log, 0))) for log, seq in self.newest.items())
+        first_ms = min((cuts[0].first_time_ms for cuts in self.cuts.values()), default=self.read_ms if beyond else 0)
         made: dict[str, Any] = {
             "records": self.records + beyond,
             "seconds": max(0, time_ms - first_ms) / 1000 if first_ms else 0.0,

@@ -122,8 +122,12 @@ class Options(BaseModel):
     added_topics: Literal["earliest", "latest"] = "earliest"
     """where topics begin that were added to a query since its checkpoint, or that it may read only now; `latest`:
     behind the last row that the query has read, of any topic"""
+    push_filters: bool = False
+    """of `spark.read`, where the session has `spark.sql.python.filterPushdown.enabled`: ask only for records that the
+    conditions select. Spark 4.3 keeps the conditions of the first query of a DataFrame for all later ones, which miss
+    rows then: make a new `load()` for each query"""
     path_topics: Annotated[dict[str, str], BeforeValidator(_settings)] = {}
-    """JSON of a pattern by path, `{"Vehicle.Speed": "//*/8001/1/8001"}`: with filter pushdown a condition on `path`
+    """JSON of a pattern by path, `{"Vehicle.Speed": "//*/8001/1/8001"}`: with `pushFilters` a condition on `path`
     asks for these topics alone. All records of a path must have such a topic"""
     starting_offsets: str = offsets.EARLIEST
     """of a new query: `earliest`, `latest`, or JSON `{"AUTHORITY": {"INCARNATION": SEQ}}` to read everything after SEQ

@@ -184,24 +184,29 @@ def _text(value: Any) -> str:
 def check_sink(path: Path, checkpoint: Path) -> None:
     """Check that a Parquet sink and a checkpoint belong together, before the query is started; for own programs, too.
 
-    Spark skips batches that the sink lists as committed. So a new checkpoint beside an old sink would lose the first
-    batches of the new query, and an old checkpoint beside a new sink has lost all rows before it. Raises
-    FAILED_PRECONDITION.
+    Spark skips batches that the sink lists as committed. So a new or older checkpoint beside a sink would lose the next
+    batches of the query, and a checkpoint beside a new sink has lost all rows before it. Raises FAILED_PRECONDITION.
     """
-    has_rows = (path / parquet.METADATA).is_dir()
-    has_batches = any((checkpoint / "offsets").glob("[0-9]*"))
-    has_commits = any((checkpoint / "commits").glob("[0-9]*"))
-    why = f"Spark would skip the first batches of the new query: delete both, or restore {checkpoint}"
-    if has_rows and not has_batches:
-        raise UStatusError(
-            UCode.FAILED_PRECONDITION,
-            f"{path} has rows of an earlier query, but {checkpoint} has no batch of it. {why}",
-        )
-    if has_commits and not has_rows:
+    written, planned = _newest_batch(path / parquet.METADATA), _newest_batch(checkpoint / "offsets")
+    if written is not None and planned is None:
+        why = f"has rows of an earlier query, but {checkpoint} has no batch of it"
+    elif written is not None and planned is not None and written > planned:
+        why = f"has rows of batch {written}, but {checkpoint} is an older copy, with batches up to {planned} only"
+    elif written is None and _newest_batch(checkpoint / "commits") is not None:
         raise UStatusError(
             UCode.FAILED_PRECONDITION,
             f"{checkpoint} has committed batches, but {path} has none of their rows: delete both, or restore {path}",
         )
+    else:
+        return
+    what = f"{path} {why}. Spark would skip the next batches of the query: delete both, or restore {checkpoint}"
+    raise UStatusError(UCode.FAILED_PRECONDITION, what)
+
+
+def _newest_batch(folder: Path) -> int | None:
+    """The number of the newest batch in a folder of Spark's; None: there is none."""
+    names = (file.name.removesuffix(".compact") for file in folder.glob("[0-9]*"))
+    return max((int(name) for name in names if name.isdigit()), default=None)
 
 
 def start(spark: SparkSession, config: IngestConfig) -> StreamingQuery:

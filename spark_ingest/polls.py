@@ -53,7 +53,7 @@ class HistoryPolls:
             try:
                 is_needed = member.is_stale or not member.has_news
                 if is_needed and not (self._run.is_ending and member.is_at_target):
-                    await self._ask_anew(member)
+                    await self._ask_again(member)
                     backoff.reset()
                 elif await _times_out(member.wake, member.lease_s / 3):
                     await self.renew(member)
@@ -62,8 +62,8 @@ class HistoryPolls:
                     self.failed(member, error)
                     await _times_out(member.wake, backoff.next_ms() / 1000)
 
-    async def _ask_anew(self, member: Member) -> None:
-        """Poll in a task of its own, which `plan_anew` cancels."""
+    async def _ask_again(self, member: Member) -> None:
+        """Poll in a task of its own, which `plan_again` cancels."""
         member.asking = asyncio.create_task(self._ask(member))
         try:
             await asyncio.wait({member.asking})
@@ -161,9 +161,11 @@ class HistoryPolls:
         member.answered_ms, member.answering_ms = time_ms, member.answering_ms or time_ms
         member.lease_s = answer.lease_ms / 1000 or member.lease_s
         member.agreed, member.losses = {}, offsets.lost(offset, (one.incarnation.hex() for one in answer.next))
+        planned = {plan.incarnation.hex() for plan in answer.plan if plan.cuts}
         for name in offset.seqs:
             for loss in losses(answer, offset.known.get(name, {}), name):
-                if loss.went_back:
+                # others are found again by the task that reads the log there, if one does
+                if loss.went_back or (loss.before and name not in planned):
                     member.losses.append(loss)
                     member.agreed[name] = loss.before - 1
         member.next = {one.incarnation.hex(): one for one in answer.next}
@@ -184,6 +186,10 @@ class HistoryPolls:
         plans = {plan.incarnation.hex(): list(plan.cuts) for plan in answer.plan if plan.cuts}
         place = changed.backfills.index(backfill)
         done = dict(backfill.done)
+        for gap in answer.gaps:
+            if gap.incarnation.hex() not in plans:
+                what = "records of added topics were deleted before the query asked for them"
+                log.warning(what, authority=member.authority, after=gap.after_seq, before=gap.before_seq)
         for name, until in backfill.until.items():
             if name in plans:
                 member.cuts[place + 1, name] = plans[name]
@@ -293,10 +299,10 @@ def poll_positions(offset: HistoryOffset, reached: Mapping[str, Position]) -> It
     """Where the next poll begins: at the offset, or beyond it where nothing more matches."""
     for name in {**offset.seqs, **reached}:
         known = dict(offset.known.get(name, {}))
-        at = reached.get(name)
-        if at is not None:
+        at, seq = reached.get(name), offset.seqs.get(name, 0)
+        if at is not None and at.seq >= seq:
+            seq = at.seq
             known |= {one.seq: one.digest for one in at.witnesses}
-        seq = at.seq if at is not None else offset.seqs[name]
         yield witness.position(bytes.fromhex(name), seq, known)
 
 

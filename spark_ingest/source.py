@@ -77,7 +77,7 @@ class UProtocolDataSource(DataSource):
     def reader(self, schema: StructType) -> DataSourceReader:
         options = Options.of(self.options)
         # pyspark refuses every read of a reader with `pushFilters` where the session's setting is off
-        kind = FilteringReader if _PUSHDOWN_WORKER in sys.modules else BatchReader
+        kind = FilteringReader if options.push_filters and _PUSHDOWN_WORKER in sys.modules else BatchReader
         return kind(options, _columns(schema))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:

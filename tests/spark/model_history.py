@@ -134,7 +134,7 @@ class ModelHistory:
         covered = end if len(seqs) <= limit else seqs[limit - 1]
         seqs = seqs[:limit]
         if asked.plan_records:
-            self._plan(answer, seqs, asked.plan_records)
+            self._plan(answer, seqs, asked.plan_records, topics)
             answer.visible.CopyFrom(self._visible())
         elif seqs:
             answer.batches.append(
@@ -154,8 +154,9 @@ class ModelHistory:
                     self.cursors[asked.consumer] = position.seq
         return answer
 
-    def _plan(self, answer: PollResponse, seqs: list[int], each: int) -> None:
-        plan = LogPlan(incarnation=self.incarnation, newest_match_seq=seqs[-1] if seqs else 0)
+    def _plan(self, answer: PollResponse, seqs: list[int], each: int, topics: list[UUri]) -> None:
+        newest = max((seq for seq, one in enumerate(self.records, 1) if self._matches(topics, one)), default=0)
+        plan = LogPlan(incarnation=self.incarnation, newest_match_seq=newest)
         for first in range(0, len(seqs), each):
             part = seqs[first : first + each]
             time_ms = self.records[part[0] - 1].time_ms

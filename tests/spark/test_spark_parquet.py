@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_ingest import __main__ as command
-from spark_ingest import parquet, plot
+from spark_ingest import parquet, pipeline, plot
 from spark_ingest.decode import SCHEMA, Decoder, RecordColumns
 from streamer.demo import drive
 from uprotocol.status import UStatusError
@@ -91,3 +92,36 @@ def test_the_command_reports_a_wrong_configuration(tmp_path: Path, capsys: pytes
     errors = capsys.readouterr().err
     assert "source.autority: unknown key" in errors
     assert "source.localAuthority: Field required" in errors
+
+
+@pytest.mark.parametrize(
+    ("written", "planned", "commits", "error"),
+    [
+        (None, None, (), ""),
+        (4, 4, (3, 4), ""),
+        (4, 5, (4,), ""),
+        (None, 0, (), ""),
+        (4, None, (), "has no batch of it. Spark would skip"),
+        (4, 2, (1, 2), "up to 2 only"),
+        (None, 4, (3, 4), "has none of their rows"),
+    ],
+)
+def test_a_sink_and_a_checkpoint_belong_together(
+    tmp_path: Path, written: int | None, planned: int | None, commits: tuple[int, ...], error: str
+) -> None:
+    sink, checkpoint = tmp_path / "rows", tmp_path / "checkpoint"
+
+    def batches(folder: Path, *numbers: int) -> None:
+        folder.mkdir(parents=True)
+        for number in numbers:
+            (folder / str(number)).write_text("v1")
+            (folder / f".{number}.crc").touch()
+
+    if written is not None:
+        batches(sink / parquet.METADATA, *range(written))
+        (sink / parquet.METADATA / f"{written}.compact").write_text("v1")
+    if planned is not None:
+        batches(checkpoint / "offsets", *range(planned + 1))
+    batches(checkpoint / "commits", *commits)
+    with pytest.raises(UStatusError, match=error) if error else contextlib.nullcontext():
+        pipeline.check_sink(sink, checkpoint)

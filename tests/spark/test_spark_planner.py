@@ -275,6 +275,40 @@ def test_losses_are_named_with_their_cause(runner: asyncio.Runner) -> None:
         query.stop()
 
 
+def test_a_loss_after_which_nothing_comes_is_reported_at_once(runner: asyncio.Runner) -> None:
+    history = ModelHistory()
+    history.append(*records(2), *records(3, topic=1, begin=50))
+    query = Query(runner, {"car": history}, topics=(TOPICS[0],))
+    try:
+        query.drain()
+        query.stop()
+        history.append(*records(2, begin=2))
+        history.floor = 7  # retention deletes the new ones before the query is back
+        query.start(topics=(TOPICS[0],))
+        query.drain()
+        assert [(loss.after, loss.before, loss.reason) for loss in query.losses] == [(2, 8, Gap.REASON_RETENTION)]
+        history.append(*records(1, begin=4))
+        query.drain()
+        assert (len(query.losses), query.delivered) == (1, Counter([0, 1, 4]))
+    finally:
+        query.stop()
+
+
+def test_the_lag_is_known_also_right_after_a_batch(runner: asyncio.Runner) -> None:
+    history = ModelHistory()
+    history.append(*records(100))
+    query = Query(runner, {"car": history}, max_records_per_batch=40)
+    try:
+        query.batch(40)
+        lag = query.planner.fleet.lag()["car"]
+        assert lag["records"] == 60
+        assert lag["seconds"] > 1_000_000, "since 1970"
+        query.drain()
+        assert query.planner.fleet.lag()["car"] == {"records": 0, "seconds": 0.0}
+    finally:
+        query.stop()
+
+
 def test_a_run_that_ends_plans_what_was_there_when_it_began(runner: asyncio.Runner) -> None:
     history = ModelHistory()
     history.append(*records(10))
