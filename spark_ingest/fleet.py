@@ -207,6 +207,7 @@ class Fleet:
             await self._polls.renew(member)
         except UStatusError as error:
             self._polls.failed(member, error)
+            member.wake.set()
         finally:
             member.renewing = None
 

@@ -51,7 +51,7 @@ class HistoryPolls:
             member.wake.clear()
             generation = member.generation
             try:
-                is_needed = member.is_stale or not member.has_news
+                is_needed = member.is_stale or member.error is not None or not member.has_news
                 if is_needed and not (self._run.is_ending and member.is_at_target):
                     await self._ask_again(member)
                     backoff.reset()
