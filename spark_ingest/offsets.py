@@ -37,8 +37,10 @@ LATEST: Final = "latest"
 SEQ_MAX: Final = (1 << 63) - 1
 VERSION: Final = 2  # of the JSON; version 1 had one history, without a version
 EPOCHS: Final = "epochs"  # key in the JSON of a history, beside the logs
-PAST_MAX: Final = 16  # earlier coverages of one history
+PAST_MAX: Final = 16  # earlier coverages of one history, of topics that are no longer wanted
+ADDED_MAX: Final = 32  # patterns with wildcards that a backfill names; beyond, it asks for all that is wanted
 RANGES_MAX: Final = 64  # in one partition: each costs a call, and they are read one after the other
+_ANY: Final = uris.format(uris.ANY)
 _INCARNATION = re.compile(r"[0-9a-f]{32}")
 
 LogSeqs = dict[str, int]
@@ -60,17 +62,28 @@ class Coverage:
 
     def is_part_of(self, other: Coverage) -> bool:
         """Returns True if `other` surely has all of its topics."""
-        is_part = not other.topics or (bool(self.topics) and {*self.topics} <= {*other.topics})
-        return self.visible == other.visible and is_part
+        if self.visible != other.visible and (
+            "" in (self.visible, other.visible) or _granted(self.visible, other.visible)
+        ):
+            return False
+        return all(_is_covered(topic, other.topics) for topic in self.topics or (_ANY,))
 
     def added(self, before: Coverage) -> tuple[str, ...] | None:
         """Returns patterns of all topics that `before` does not have, and perhaps others; None: no topic was added."""
+        if not self.topics and before.topics:
+            return ()
+        added = [topic for topic in self.topics if not _is_covered(topic, before.topics)]
+        if self.visible:
+            # naming nothing but topics that may not be read is refused
+            visible = _visible(self.visible)
+            added = [
+                topic for topic in added if uris.has_wildcard(uris.parse(topic)) or visible.sees(uris.parse(topic))
+            ]
         if before.visible and self.visible != before.visible:
+            added += _parts(self.topics or (_ANY,), _granted(self.visible, before.visible))
+        if sum(uris.has_wildcard(uris.parse(topic)) for topic in added) > ADDED_MAX or len(added) > 10 * ADDED_MAX:
             return self.topics
-        added = tuple(topic for topic in self.topics if topic not in before.topics)
-        if not before.topics or (self.topics and not added):
-            return None
-        return added
+        return tuple(dict.fromkeys(added)) or None
 
     def json(self) -> list[Any]:
         return [list(self.topics), self.visible]
@@ -84,6 +97,34 @@ def _parsed(topics: tuple[str, ...]) -> tuple[UUri, ...]:
 @functools.lru_cache(maxsize=256)
 def _visible(text: str) -> Visible:
     return Visible.parse(text)
+
+
+@functools.lru_cache(maxsize=256)
+def _granted(visible: str, before: str) -> tuple[UUri, ...]:
+    """Patterns of topics that are visible now, and were not before."""
+    found = (_of_all(one) for one in _visible(visible).beyond(_visible(before)))
+    return tuple(one for one in found if uris.is_topic(one) or one.resource_id == uris.WILDCARD_RESOURCE)
+
+
+def _of_all(key: uris.Key) -> UUri:
+    """A pattern that a history can be asked for: it takes no families."""
+    authority = uris.WILDCARD_AUTHORITY if uris.is_family(key[0]) else key[0]
+    return uris.uri(authority, *key[1:])
+
+
+def _is_covered(topic: str, patterns: tuple[str, ...]) -> bool:
+    """Returns True if surely one of the patterns matches all that the pattern `topic` matches; none: everything."""
+    return not patterns or any(uris.matches(pattern, uris.parse(topic)) for pattern in _parsed(patterns))
+
+
+def _parts(topics: tuple[str, ...], granted: tuple[UUri, ...]) -> Iterator[str]:
+    """Yields patterns of what both some of `topics` and some of `granted` match, and perhaps of some more."""
+    for text, topic in zip(topics, _parsed(topics), strict=True):
+        for pattern in granted:
+            if uris.matches(topic, pattern):
+                yield uris.format(pattern)
+            elif uris.meets(topic, pattern):
+                yield text
 
 
 @dataclass(frozen=True, slots=True)

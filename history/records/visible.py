@@ -3,6 +3,7 @@
 VisibleTopics <-> Visible <-> text (JSON, for a checkpoint)
                     |-- sees(source)
                     |-- is_nothing: whatever is asked for, nothing may be read
+                    |-- beyond(other): patterns of what may be read that `other` did not show
                     '-- equal: the same rules, in whichever order they came
 
 Of the authorities the most specific one decides: a name before a family (`*.a.b` before `*.b`), and that before `*`.
@@ -121,12 +122,28 @@ class Visible(NamedTuple):
     @property
     def is_nothing(self) -> bool:
         """True if surely no topic is visible."""
-        roads = {uris.WILDCARD_AUTHORITY: Road(self.allow)} if self.allow else self.roads
-        return not any(self._shows_some(authority, road) for authority, road in roads.items())
+        return not any(self._shows_some(authority, road) for authority, road in self._by_authority.items())
 
     def sees_some_of(self, authority: str) -> bool:
         """Returns False if surely no topic of this authority is visible."""
         return self._shows_some(authority, Road(self.allow) if self.allow else self._road(authority))
+
+    def beyond(self, other: Visible) -> Iterator[uris.Key]:
+        """Yields patterns of all topics that are visible here and not by `other`, and perhaps of some more; none if
+        surely everything is visible by `other`, too."""
+        mine, theirs = (one._by_authority for one in (self, other))
+        for authority in {*mine, *theirs}:
+            road, known = (_widest(roads, authority) for roads in (mine, theirs))
+            denied = (*self.deny, *road.deny)
+            is_open = not known.is_hidden and all(_is_covered(one, denied) for one in (*other.deny, *known.deny))
+            for pattern in () if road.is_hidden else _narrowed(road.allow or (_ANY,), authority):
+                is_known = is_open and (not known.allow or _is_covered(pattern, known.allow))
+                if not is_known and not _is_covered(pattern, denied):
+                    yield pattern
+
+    @property
+    def _by_authority(self) -> Mapping[str, Road]:
+        return {uris.WILDCARD_AUTHORITY: Road(self.allow)} if self.allow else self.roads
 
     def _road(self, authority: str) -> Road:
         return next((self.roads[one] for one in uris.owners(authority) if one in self.roads), HIDDEN_ROAD)
@@ -160,6 +177,11 @@ def _wider(authority: str) -> Iterator[str]:
     if authority == uris.WILDCARD_AUTHORITY:
         return iter((authority,))
     return islice(uris.owners(f"x{authority[1:]}"), 1, None)
+
+
+def _widest(roads: Mapping[str, Road], authority: str) -> Road:
+    """The road of all of `authority`, which may be a pattern, but for more specific ones."""
+    return next((roads[wider] for wider in _wider(authority) if wider in roads), HIDDEN_ROAD)
 
 
 def _is_in(authority: str, pattern: str) -> bool:

@@ -89,6 +89,32 @@ def test_it_means_what_the_proto_says(rules: VisibleTopics) -> None:
     assert Visible.of(visible.message).text == Visible.parse(visible.text).text == visible.text
 
 
+@given(rules_, rules_)
+def test_patterns_of_what_others_do_not_see(rules: VisibleTopics, others: VisibleTopics) -> None:
+    mine, other = Visible.of(rules), Visible.of(others)
+    beyond = VisibleTopics(
+        allow=[
+            TopicPattern(topic=UUri(authority_name=key[0], ue_id=key[1], ue_version_major=key[2], resource_id=key[3]))
+            for key in mine.beyond(other)
+        ]
+    )
+    for topic in TOPICS:
+        if mine.sees(topic) and not other.sees(topic):
+            assert is_one_of(topic, beyond.allow)
+    assert not list(mine.beyond(mine)), "a part of itself"
+    assert not list(mine.beyond(EVERYTHING_VISIBLE))
+
+
+def test_what_is_added_is_named_as_narrowly_as_the_rules_say_it() -> None:
+    def allowed(*topics: str) -> Visible:
+        return Visible.made([uris.key(uris.parse(topic)) for topic in topics], (), ())
+
+    few, more = allowed("//a/1/1/8000"), allowed("//a/1/1/8000", "//b/1/1/FFFF")
+    assert list(more.beyond(few)) == [("b", 1, 1, 0xFFFF)]
+    assert list(few.beyond(more)) == []
+    assert list(EVERYTHING_VISIBLE.beyond(more)) == [uris.key(uris.ANY)]
+
+
 @given(rules_, st.randoms())
 def test_the_order_and_copies_of_what_does_not_depend_on_order_make_no_difference(
     rules: VisibleTopics, rng: object

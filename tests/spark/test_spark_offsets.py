@@ -8,11 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from history.records.visible import EVERYTHING_VISIBLE, Visible
 from spark_ingest import offsets
 from spark_ingest.offsets import Backfill, Coverage, Delivered, HistoryOffset, LogLoss, Offset, Range
+from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, LogPlan, Position, Witness
 from uprotocol.status import UStatusError
 
+EVERYTHING = EVERYTHING_VISIBLE.text
 A, B, C = "aa" * 16, "bb" * 16, "cc" * 16
 
 
@@ -115,9 +118,9 @@ def test_the_first_batch_begins_where_the_query_began_whatever_spark_says() -> N
 
 def test_topics_that_change_make_a_backfill() -> None:
     one, two, all_ = (
-        Coverage(("//car/1/1/8000",), "v"),
-        Coverage(("//car/1/1/8000", "//car/1/1/8001"), "v"),
-        Coverage((), "v"),
+        Coverage(("//car/1/1/8000",), EVERYTHING),
+        Coverage(("//car/1/1/8000", "//car/1/1/8001"), EVERYTHING),
+        Coverage((), EVERYTHING),
     )
     offset = HistoryOffset({A: 9}, coverage=one)
     assert offset.covering(one, added="earliest") is offset
@@ -129,14 +132,38 @@ def test_topics_that_change_make_a_backfill() -> None:
     assert (less.backfills, less.past) == (more.backfills, (Delivered(two, {A: 9}),))
     assert less.covering(all_, added="earliest").past == ()
     assert stored(less) == less
-    assert offset.covering(Coverage(one.topics, "w"), added="earliest").backfills[0].topics == one.topics
     assert HistoryOffset({A: 9}).covering(one, added="earliest").backfills == ()
     with pytest.raises(UStatusError, match="epochs 'complete' cannot add topics"):
         HistoryOffset({A: 9}, coverage=one, gates={}).covering(two, added="earliest")
     for number in range(offsets.PAST_MAX):
-        offset = offset.covering(Coverage(("//car/1/1/8000",), str(number)), added="latest")
+        offset = offset.covering(Coverage((f"//car/1/1/9{number:03}",), EVERYTHING), added="latest")
     with pytest.raises(UStatusError, match="have changed more than 16 times"):
-        offset.covering(Coverage(("//car/1/1/8000",), "x"), added="latest")
+        offset.covering(Coverage(("//car/1/1/8002",), EVERYTHING), added="latest")
+
+
+def seeing(*topics: str) -> str:
+    """Rules that allow to read these topics."""
+    return Visible.made([uris.key(uris.parse(topic)) for topic in topics], (), ()).text
+
+
+def test_access_that_changes_makes_a_backfill_of_what_was_granted() -> None:
+    topics = ("//*/1/1/FFFF", "//car/2/1/8000")
+    few = Coverage(topics, seeing("//car/1/1/8000"))
+    more = Coverage(topics, seeing("//car/1/1/8000", "//van/1/1/8001", "//van/1/1/0", "//car/2/1/FFFF"))
+    offset = HistoryOffset({A: 9}, coverage=few).covering(more, added="earliest")
+    assert [one.topics for one in offset.backfills] == [("up://van/1/1/8001", "//car/2/1/8000")]
+    revoked = HistoryOffset({A: 9}, coverage=more).covering(few, added="earliest")
+    assert (revoked.backfills, revoked.past) == ((), (Delivered(more, {A: 9}),)), "nothing is read"
+    assert revoked.covering(more, added="earliest").past == ()
+    every = HistoryOffset({A: 9}, coverage=more).covering(Coverage(topics, EVERYTHING), added="earliest")
+    assert [one.topics for one in every.backfills] == [topics]
+    hidden = HistoryOffset({A: 9}, coverage=Coverage(("//car/1/1/8000",), few.visible))
+    assert hidden.covering(few, added="earliest").backfills[0].topics == ("//*/1/1/FFFF",), "8000 of 2 is not visible"
+    grown = HistoryOffset({A: 9}, coverage=few)
+    for number in range(50):
+        hosts = [f"//car{one}/1/1/FFFF" for one in range(number)]
+        grown = grown.covering(Coverage(topics, seeing("//car/1/1/8000", *hosts)), added="latest")
+    assert grown.past == (), "all of it is still wanted"
 
 
 def test_records_that_wait_hold_the_cursor() -> None:
