@@ -41,6 +41,7 @@ CONNECT_TIMEOUT_S: Final = 30  # enough for a distant broker with TLS
 GRACE_S: Final = 2  # added to the timeout of a call before its thread is given up
 AWAY_MAX_S: Final = 120  # enough for a restart with a large log; then the task fails
 RETRY_S: Final = 0.2
+REOPEN_S: Final = 0.5  # between the attempts of all calls together to open a connection
 POLL_RECORDS_MAX: Final = 10_000  # one Arrow batch: 100 bytes each make 1 MB, which every transport carries
 SESSION_IDLE_S: Final = 60.0  # as long as Spark keeps an idle Python worker
 SOURCES_CACHED_MAX: Final = 10_000
@@ -64,6 +65,8 @@ class HistorySession:
         self._opened = contextlib.AsyncExitStack()
         self._rpc: InMemoryRpcClient | None = None
         self._opening: asyncio.Lock | None = None
+        self._closed_until_s = 0.0  # monotonic; until then the network is as it was at the last attempt:
+        self._closed_by: UStatusError | None = None
         self._clients: dict[str, HistoryClient] = {}
         self._failed: set[str] = set()  # authorities, since any of them has answered
         self.on_open: list[Callable[[UTransport, LocalUriProvider], Coroutine[Any, Any, None]]] = []
@@ -129,12 +132,18 @@ class HistorySession:
         return answer
 
     async def open(self) -> InMemoryRpcClient:
-        """Open the connection, if it is not. Raises UStatusError."""
+        """Open the connection, if it is not. Calls that wait for the same attempt fail with it. Raises UStatusError."""
         if self._opening is None:
             self._opening = asyncio.Lock()
         async with self._opening:
             if self._rpc is None:
-                self._rpc = await self._opened_rpc()
+                if self._closed_by is not None and time.monotonic() < self._closed_until_s:
+                    raise UStatusError.from_status(self._closed_by.status)
+                try:
+                    self._rpc = await self._opened_rpc()
+                except UStatusError as error:
+                    self._closed_until_s, self._closed_by = time.monotonic() + REOPEN_S, error
+                    raise
             return self._rpc
 
     async def _client(self, authority: str) -> HistoryClient:

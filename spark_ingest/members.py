@@ -98,10 +98,6 @@ class Member:
         return sum(cut.records for cuts in self.cuts.values() for cut in cuts)
 
     @property
-    def is_answering(self) -> bool:
-        return self.asked and self.error is None
-
-    @property
     def has_news(self) -> bool:
         return bool(self.cuts or self.losses or self.agreed) or self.has_other_topics
 

@@ -82,7 +82,8 @@ class HistoryPolls:
                 return
             member.target = target
         asked, offset = self._request(member), member.offset
-        if member.backfill is None and member.is_answering and not member.is_stale and not self._run.is_ending:
+        may_wait = member.asked and member.error is None and not member.is_stale and not self._run.is_ending
+        if member.backfill is None and may_wait:
             asked.wait_ms = min(member.wait_ms, round(member.lease_s * 333))
         began_s = time.monotonic()
         answer = await self._session.call(member.authority, lambda client: client.poll(asked))

@@ -19,6 +19,7 @@ from spark_ingest.client import HistorySession, range_poll
 from spark_ingest.offsets import LogLoss, Offset
 from spark_ingest.planner import Planner
 from tests.tiers import full
+from transports import plugin
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
@@ -258,4 +259,28 @@ async def test_announcements_to_us_are_heard() -> None:
             await fleet.announce_to("//spark1/4/1/0", name)
         await asyncio.sleep(0.1)
         assert list(query.planner.fleet.members) == fleet.simulated[:2]
+        await query.planner.fleet.close()
+
+
+async def test_a_network_that_is_away_is_tried_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = 0
+
+    def away(*_: object) -> None:
+        nonlocal attempts
+        attempts += 1
+        raise UStatusError(UCode.UNAVAILABLE, "the broker is away")
+
+    async with LocalFleet("away", 0, 300, start_timeout=1.2) as fleet:
+        create = plugin.create
+        monkeypatch.setattr("spark_ingest.client.plugin.create", away)
+        for name in fleet.simulated:
+            await fleet.append(name, 1)
+        query = Query(fleet)
+        fleet.announce(query.planner, fleet.simulated)
+        with pytest.raises(UStatusError, match="the broker is away"):
+            await query.round()
+        assert 2 <= attempts <= 4
+        monkeypatch.setattr("spark_ingest.client.plugin.create", create)
+        await query.until(lambda: query.has_all(*fleet.simulated))
+        query.assert_once(*fleet.simulated)
         await query.planner.fleet.close()

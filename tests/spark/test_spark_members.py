@@ -173,6 +173,29 @@ async def test_gateways_that_announce_themselves_are_read(depot: Depot) -> None:
         assert not [one for pump in gateway.pumps for one in pump.log.cursors.seqs() if one.startswith("followed:")]
 
 
+@full
+@pytest.mark.parametrize("mode", ["in-vehicle", "off-vehicle"])
+async def test_a_broker_that_restarts_costs_no_record(mode: str, tmp_path: Path, own_broker: Broker) -> None:
+    async with AsyncExitStack() as stack:
+        settings = {"host": own_broker.host, "port": own_broker.port, "mode": mode}
+        depot = Depot("mqtt5", settings, tmp_path, stack)
+        for name in ("car1.depot7", "car2.depot7"):
+            await depot.start(name)
+            await depot.publish(name, 5)
+        planner = await depot.query(poll_timeout_ms=2_000)
+        await depot.until(planner, lambda: depot.has_all())
+        for _ in range(2):
+            own_broker.kill()
+            for name in depot.gateways:
+                await depot.publish(name, 5)
+            for _ in range(20):
+                assert await planner.latest(depot.offset, None, 0.1) == depot.offset
+            await own_broker.start_async()
+            await depot.until(planner, lambda: depot.has_all())
+        depot.assert_once()
+        assert not any("away" in lag for lag in planner.fleet.lag().values())
+
+
 async def test_a_hub_names_the_gateways_that_it_follows(depot: Depot) -> None:
     await depot.start("hub")
     for name in ("car1.depot7", "car2.depot7"):
