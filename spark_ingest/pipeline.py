@@ -80,8 +80,8 @@ class Trigger(_IngestSection):
 class Spark(_IngestSection):
     """[spark]"""
 
-    master: str = "local[2]"
-    """URL of the Spark master"""
+    master: str = "local[2,4]"
+    """URL of the Spark master; `local[2,4]`: two tasks at a time, each of which may fail three times"""
     memory_mib: int = Field(default=768, ge=512)  # below 450 MiB Spark refuses to start
     """heap of the JVM"""
     conf: dict[str, str] = {}
