@@ -16,14 +16,14 @@ from tools import house
 
 TREE = Path(__file__).parents[1]
 
-LINES_MAX: Final = 56_200  # of the product; raise it only together with a capability
+LINES_MAX: Final = 56_350  # of the product; raise it only together with a capability
 WALKS_MAX: Final = {  # walk -> functions, files
     "publish": (100, 24),
     "subscribe": (280, 50),
     "poll": (120, 25),
     "followed": (165, 38),
     "epoch": (145, 25),
-    "micro-batch": (190, 30),
+    "micro-batch": (200, 30),
 }
 LONG_CLASSES: Final = {  # file:class -> why it is not split
     "streamer/following/followed.py:Followed": "one conversation: its methods share one position and one backlog",
