@@ -99,7 +99,9 @@ class HistoryPolls:
             raise UStatusError(UCode.FAILED_PRECONDITION, what)
         wanted = Coverage(self._run.options.coverage_topics, Visible.of(answer.visible).text)
         begin = offset or begun(answer, wanted, asked.positions)
-        changed = begin.covering(wanted, added=self._run.options.added_topics)
+        changed = member.changed  # with how far earlier polls have passed the backfills, if it still is what is wanted
+        if changed is None or changed.coverage != wanted:
+            changed = begin.covering(wanted, added=self._run.options.added_topics)
         backfill = next((one for one in changed.backfills if not one.is_over), None)
         rest = PollResponse()
         if backfill is not None:

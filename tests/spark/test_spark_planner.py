@@ -463,6 +463,27 @@ def test_topics_that_are_granted_to_a_running_query_come_without_a_new_record(
         query.stop()
 
 
+def test_topics_may_be_added_while_earlier_ones_are_still_read(runner: asyncio.Runner) -> None:
+    """No batch ends where the reading of the earlier ones does: what comes before that does not match."""
+    history = ModelHistory()
+    history.append(*records(2, topic=1, begin=10), *records(1, topic=2, begin=20), *records(1))
+    query = Query(runner, {"car": history}, topics=(TOPICS[0],), max_records_per_partition=1)
+    try:
+        query.drain()
+        query.stop()
+        query.start(topics=tuple(TOPICS[:2]), max_records_per_partition=1)
+        query.batch(1)
+        query.stop()
+        query.start(topics=tuple(TOPICS[:3]), max_records_per_partition=1)
+        query.drain()
+        assert query.delivered == Counter([0, 10, 11, 20])
+        before = history.polls
+        query.drain()
+        assert history.polls - before < 10, "it waits for records"
+    finally:
+        query.stop()
+
+
 def test_a_checkpoint_of_version_1_is_continued(runner: asyncio.Runner) -> None:
     history = ModelHistory()
     history.append(*records(10))
