@@ -22,7 +22,7 @@ import structlog
 from history.reading.client import HistoryClient
 from history.records import witness
 from history.records.witness import Known
-from spark_ingest.offsets import LogLoss, Range
+from spark_ingest.offsets import SEQ_MAX, LogLoss, Range
 from spark_ingest.options import Options
 from transports import plugin
 from uprotocol import uri as uris
@@ -249,7 +249,7 @@ def read(session: HistorySession, ranges: Iterable[Range], on_loss: OnRangeLoss)
             if following is not None:
                 following.ask()
             for batch in one.batches():
-                if one.range.delivered:
+                if one.range.delivered or one.range.coverage is not None:
                     batch = _without_delivered(batch, one.range)
                 if batch.seq:
                     yield one.range, batch
@@ -362,7 +362,7 @@ def losses(response: PollResponse, known: Known, incarnation: str) -> Iterator[L
 
 
 def _without_delivered(batch: RecordBatch, range: Range) -> RecordBatch:
-    """Returns the records of a batch that were not delivered before."""
+    """Returns the records of a batch that were not delivered before, and are to be delivered by this range."""
     seen: Cache[bytes, int] = Cache(SOURCES_CACHED_MAX)  # by source: up to which seq it was delivered
     chosen = list[int]()
     for index, (seq, data) in enumerate(zip(batch.seq, batch.message, strict=True)):
@@ -372,6 +372,7 @@ def _without_delivered(batch: RecordBatch, range: Range) -> RecordBatch:
         if until is None:
             source = attributes.source
             until = max((seq for coverage, seq in range.delivered if coverage.has(source)), default=0)
+            until = until if range.coverage is None or range.coverage.has(source) else SEQ_MAX
             seen[key] = until
         if seq > until:
             chosen.append(index)

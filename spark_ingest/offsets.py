@@ -139,7 +139,8 @@ class Delivered:
 class Backfill:
     """Reads the records after `done`, up to `until`, of topics that were added when the query was at `until`.
 
-    `topics`: patterns that are asked for; `delivered`: what must not be delivered again. One that is over is in the
+    `topics`: patterns that are asked for; `delivered`: what must not be delivered again; `coverage`: what may be, since
+    what can be read later is in a later backfill (None: of an older checkpoint, all). One that is over is in the
     offset of the batch that reads its last records, and in no later one.
     """
 
@@ -147,6 +148,7 @@ class Backfill:
     done: LogSeqs
     until: LogSeqs
     delivered: tuple[Delivered, ...]
+    coverage: Coverage | None = None
 
     @property
     def is_over(self) -> bool:
@@ -201,7 +203,7 @@ class HistoryOffset:
             what = "a query with epochs 'complete' cannot add topics later, for their epochs are over"
             advice = "begin a new query, with a new checkpoint, or set addedTopics to latest"
             raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}: {advice}")
-        made = Backfill(topics, {}, dict(self.seqs), delivered)
+        made = Backfill(topics, {}, dict(self.seqs), delivered, wanted)
         return replace(self, coverage=wanted, past=past, backfills=(*self.backfills, made))
 
 
@@ -319,7 +321,9 @@ def _history_json(offset: HistoryOffset, number: Any) -> dict[str, Any]:
         made["covers"] = number(offset.coverage)
     if offset.backfills:
         made["backfills"] = [
-            [list(one.topics), one.done, one.until, delivered(one.delivered)] for one in offset.backfills
+            [list(one.topics), one.done, one.until, delivered(one.delivered)]
+            + ([] if one.coverage is None else [number(one.coverage)])
+            for one in offset.backfills
         ]
     if offset.past:
         made["past"] = delivered(offset.past)
@@ -333,8 +337,10 @@ def _history(given: Mapping[str, Any], coverages: Sequence[Coverage]) -> History
     made = _logs(given["logs"] | ({EPOCHS: given[EPOCHS]} if EPOCHS in given else {}))
     made.coverage = coverages[given["covers"]] if "covers" in given else None
     made.backfills = tuple(
-        Backfill(tuple(map(str, topics)), _seqs(done), _seqs(until), delivered(rows))
-        for topics, done, until, rows in given.get("backfills", ())
+        Backfill(
+            tuple(map(str, topics)), _seqs(done), _seqs(until), delivered(rows), *(coverages[number] for number in more)
+        )
+        for topics, done, until, rows, *more in given.get("backfills", ())
     )
     made.past = delivered(given.get("past", ()))
     return made
@@ -441,7 +447,8 @@ def moved(start: HistoryOffset, cuts: Mapping[str, Sequence[LogPlan.Cut]], agree
 @dataclass(frozen=True, slots=True)
 class Range:
     """Records (after, until] of one log that match `topics`, and digests that identify the log. An earlier batch has
-    read those up to `seq`, but they waited. `delivered`: of these topics those up to the seq were delivered before."""
+    read those up to `seq`, but they waited. `delivered`: of these topics those up to the seq were delivered before.
+    `coverage`: only its topics are delivered."""
 
     authority: str
     incarnation: str
@@ -451,6 +458,7 @@ class Range:
     known: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
     seq: int = field(default=0, repr=False)
     delivered: tuple[tuple[Coverage, int], ...] = field(default=(), repr=False)
+    coverage: Coverage | None = field(default=None, repr=False)
     is_backfill: bool = field(default=False, repr=False)
 
     def __str__(self) -> str:
@@ -485,9 +493,9 @@ def _backfill_ranges(authority: str, begun: HistoryOffset, history: HistoryOffse
             after = before.get(incarnation, 0)
             if until > after:
                 delivered = _delivered(backfill.delivered, incarnation, after)
-                yield Range(
-                    authority, incarnation, after, until, backfill.topics, delivered=delivered, is_backfill=True
-                )
+                coverage = backfill.coverage if backfill.coverage != history.coverage else None
+                topics = backfill.topics
+                yield Range(authority, incarnation, after, until, topics, (), 0, delivered, coverage, is_backfill=True)
 
 
 def _same(one: Backfill, other: Backfill) -> bool:

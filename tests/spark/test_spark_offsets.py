@@ -126,7 +126,7 @@ def test_topics_that_change_make_a_backfill() -> None:
     assert offset.covering(one, added="earliest") is offset
     more = offset.covering(two, added="earliest")
     (backfill,) = more.backfills
-    assert backfill == Backfill(("//car/1/1/8001",), {}, {A: 9}, (Delivered(one, {A: 9}),))
+    assert backfill == Backfill(("//car/1/1/8001",), {}, {A: 9}, (Delivered(one, {A: 9}),), two)
     assert (more.past, offset.covering(two, added="latest").backfills) == ((), ())
     less = more.covering(one, added="earliest")
     assert (less.backfills, less.past) == (more.backfills, (Delivered(two, {A: 9}),))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from spark_ingest import offsets, polls
@@ -101,6 +101,20 @@ steps = st.lists(
 )
 
 
+SEEN_LATER: list[tuple[str, Any]] = [  # records become visible while older ones of an added topic are still read
+    ("append", [0, 0, 0, 0, 0, 0]),
+    ("topics", set()),
+    ("append", [0, 0, 1]),
+    ("topics", {2}),
+    ("append", [0, 3, 2, 0, 3, 1]),
+    ("visible", None),
+    ("visible", {0, 1}),
+    ("topics", set()),
+    ("visible", None),
+]
+
+
+@example(SEEN_LATER, 1)
 @given(steps, st.integers(1, 4))
 def test_each_wanted_record_is_in_one_batch_whatever_topics_and_access_do(
     steps: list[tuple[str, Any]], partition: int
