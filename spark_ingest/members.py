@@ -157,11 +157,7 @@ class Member:
 
     def take(self, taken: Mapping[CutsKey, int], end: HistoryOffset) -> None:
         """The batch was planned."""
-        if self.offset is not None and self.offset.coverage != end.coverage:
-            # what was found not to match, was found so for the topics before, at least in part
-            self.next = {
-                log: Position(incarnation=one.incarnation, seq=end.seqs.get(log, 0)) for log, one in self.next.items()
-            }
+        has_other_topics = self.offset is not None and self.offset.coverage != end.coverage
         self.offset, self.changed, self.begin = end, None, {}
         self.losses, self.agreed = [], {}
         for key, count in taken.items():
@@ -169,6 +165,12 @@ class Member:
             del self.cuts[key][:count]
         # those of backfills are planned anew: their numbers change when one is over
         self.cuts = {(where, log): cuts for (where, log), cuts in self.cuts.items() if cuts and not where}
+        if has_other_topics:
+            # what was found not to match, was found so for the topics before, at least in part: it is planned anew
+            self.cuts = {}
+            self.next = {
+                log: Position(incarnation=one.incarnation, seq=end.seqs.get(log, 0)) for log, one in self.next.items()
+            }
         if not self.cuts:
             self.wake.set()
 

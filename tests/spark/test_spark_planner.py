@@ -116,6 +116,16 @@ SEEN_LATER: list[tuple[str, Any]] = [  # records become visible while older ones
 
 @example(SEEN_LATER, 1)
 @given(steps, st.integers(1, 4))
+@example(
+    [
+        ("append", [0]),
+        ("batch", 1),
+        ("visible", {0}),
+        ("append", [0, 0, 0, 0]),
+        ("batch", 1),
+    ],
+    1,
+)
 def test_each_wanted_record_is_in_one_batch_whatever_topics_and_access_do(
     steps: list[tuple[str, Any]], partition: int
 ) -> None:
