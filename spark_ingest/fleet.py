@@ -182,9 +182,10 @@ class Fleet:
             member.target = None
             member.plan_again()
 
-    async def hold(self, acked: Offset, members: Sequence[Member]) -> None:
+    async def hold(self, acked: Offset, members: Sequence[Member], *, keeps: bool = False) -> None:
         """Move the cursors of `members` to what a query needs that has stored all batches up to `acked`. Waits at most
-        FIRST_ANSWERS_S. A history that is away still keeps its records; its next poll moves its cursor."""
+        FIRST_ANSWERS_S. A history that is away still keeps its records; its next poll moves its cursor. `keeps`: only
+        make those that are not there yet."""
         if not self.run.has_cursors:
             return
         renewing = list[asyncio.Task[None]]()
@@ -192,7 +193,7 @@ class Fleet:
             position = acked.histories.get(member.authority, member.offset)
             if position is None or not member.next:
                 continue
-            member.acked = position
+            member.acked, member.keeps = position, keeps
             if member.error is None and member.renewing is None and member.cursor() != member.held:
                 member.renewing = asyncio.create_task(self._renew(member))
                 renewing.append(member.renewing)

@@ -73,6 +73,7 @@ class Member:
     target: LogSeqs | None = None  # of a run that ends: no record beyond
     acked: HistoryOffset | None = None  # the records up to here are in the sink
     held: LogSeqs | None = None  # seqs of the cursor
+    keeps: bool = False  # a cursor that is there already stays where it is
     lease_s: float = LEASE_S
     began_s: float = field(default_factory=time.monotonic)  # since then it is asked
     asked: bool = False  # whether it has answered or failed

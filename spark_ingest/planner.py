@@ -59,7 +59,9 @@ class Planner:
         for member in found:
             member.begin = {}
         self._run.has_begun = True
-        await self.fleet.hold(offset, found)
+        # if its first batch was cut off, Spark reads that from the checkpoint; the present is behind it
+        is_latest = offsets.parse(self._run.options.starting_offsets, self._run.options.authority) == offsets.LATEST
+        await self.fleet.hold(offset, found, keeps=is_latest)
         self._initial = offset
         return offset
 

@@ -134,7 +134,7 @@ class HistoryPolls:
             asked.until.add(incarnation=bytes.fromhex(log), seq=seq)
         if member.acked is not None and self._run.has_cursors:
             member.held = member.cursor()
-            self._set_cursor(asked, member.held)
+            self._set_cursor(asked, {} if member.keeps else member.held)
         return asked
 
     def _start(self, member: Member, asked: PollRequest) -> HistoryOffset:
@@ -258,7 +258,7 @@ class HistoryPolls:
             return
         member.held = seqs = member.cursor()
         asked = poll_at(self._run.wanted, HistoryOffset(dict(seqs)))
-        self._set_cursor(asked, seqs)
+        self._set_cursor(asked, {} if member.keeps else seqs)
         lease_ms = (await self._session.call(member.authority, lambda client: client.poll(asked))).lease_ms
         member.lease_s = lease_ms / 1000 or member.lease_s
 

@@ -149,6 +149,7 @@ class ModelHistory:
         answer.next.append(self._position(max(begin, covered)))
         if asked.consumer:
             answer.lease_ms = 60_000
+            self.cursors.setdefault(asked.consumer, begin)
             for position in asked.acked:
                 if position.incarnation == self.incarnation:
                     self.cursors[asked.consumer] = position.seq

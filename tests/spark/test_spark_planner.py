@@ -527,7 +527,7 @@ def test_a_first_batch_that_was_cut_off_is_read_again_from_where_it_began(runner
     """Spark asks for the initial offset anew then, and `latest` is another one."""
     history = ModelHistory()
     history.append(*records(5))
-    query = Query(runner, {"car": history}, starting_offsets="latest")
+    query = Query(runner, {"car": history}, starting_offsets="latest", consumer="c")
     try:
         start = runner.run(query.planner.begin("query1"))
         history.append(*records(3, begin=5))
@@ -535,15 +535,16 @@ def test_a_first_batch_that_was_cut_off_is_read_again_from_where_it_began(runner
         assert sorted(query.rows(start, end, {})) == [5, 6, 7]
         assert runner.run(query.planner.begin("query1")) == start
         query.stop()
-        query.start(starting_offsets="latest")
+        query.start(starting_offsets="latest", consumer="c")
         again = runner.run(query.planner.begin("query2"))
         assert again != start
+        assert history.cursors["c"] == 5, "its records are kept"
         end = Offset.of(end.json())
         runner.run(query.planner.reread(again, end))
-        assert history.cursors["spark-query1"] == 5, "its records are kept while they are read"
+        assert history.cursors["c"] == 5, "its records are kept while they are read"
         assert sorted(query.rows(again, end, {})) == [5, 6, 7]
         assert runner.run(query.planner.latest(end, None, 0.1)) == end
-        assert history.cursors["spark-query1"] == 8, "it is the same query"
+        assert history.cursors["c"] == 8, "it is the same query"
         history.append(*records(1, begin=8))
         assert sorted(query.rows(end, runner.run(query.planner.latest(end, None, 1.0)), {})) == [8]
     finally:
