@@ -96,7 +96,9 @@ class Planner:
         """Spark reads again, after a restart, the batch between two offsets: let the histories keep its records."""
         if end.query in ("", self._run.query):
             return
-        begin = Offset(end.query, end.began_ms, end.begin(start))
+        # an empty first batch is stored without its begin, and Spark gives one that is asked for anew
+        is_empty = end.initial is None and start.query not in ("", end.query)
+        begin = Offset(end.query, end.began_ms, end.histories if is_empty else end.begin(start))
         self.fleet.resume(begin)
         with contextlib.suppress(UStatusError):  # the tasks meet it, too
             await self.fleet.answers(FIRST_ANSWERS_S)

@@ -539,6 +539,11 @@ def test_a_first_batch_that_was_cut_off_is_read_again_from_where_it_began(runner
         again = runner.run(query.planner.begin("query2"))
         assert again != start
         assert history.cursors["c"] == 5, "its records are kept"
+        runner.run(query.planner.reread(again, start))
+        assert history.cursors["c"] == 5, "also if it was empty"
+        query.stop()
+        query.start(starting_offsets="latest", consumer="c")
+        runner.run(query.planner.begin("query3"))
         end = Offset.of(end.json())
         runner.run(query.planner.reread(again, end))
         assert history.cursors["c"] == 5, "its records are kept while they are read"
