@@ -135,6 +135,14 @@ ATTACKS: Final = (
         # the callers of one host share a limit
         excused=frozenset({"p99", "calls"}),
     ),
+    Attack(
+        "plans",
+        "20,000 polls for plans with the most cuts by one client",
+        "polls",
+        {"count": 20_000, "seconds": 60, "kind": "plans"},
+        {"count": 500, "seconds": 10, "kind": "plans"},
+        excused=frozenset({"p99", "calls"}),  # as polls
+    ),
     Attack("polls-500", "500 polls of the largest pages by one client", "polls", {"count": 500, "seconds": 30}, None),
     Attack(
         "denied-4mb",

@@ -58,11 +58,14 @@ def topics(at: Places) -> Reported:
 
 @attacker
 def polls(at: Places) -> Reported:
-    """One client polls `count` pages of the largest size, with records that it has published itself."""
-    link = RawMqtt(at.cloud, "attacker-fills")
-    link.say([Message(new_id(), PUBLISH, Uri("cloud", 0x8300, 1, 0x8001), None, payload(60_000)) for _ in range(30)])
+    """One client polls `count` pages of the largest size, with records that it has published itself; or as many plans
+    of these records, with the most cuts."""
+    link, is_plan = RawMqtt(at.cloud, "attacker-fills"), at.kind == "plans"
+    topics = [Uri("cloud", 0x8300, 1, 0x8001 + number) for number in range(2 if is_plan else 1)]
+    many, size = (1_000, 10) if is_plan else (30, 60_000)
+    link.say([Message(new_id(), PUBLISH, topic, None, payload(size)) for _ in range(many) for topic in topics])
     link.settle(1)
-    request = field(1, Uri("cloud", 0x8300, 1, 0x8001).encode()) + field(3, 1)
+    request = field(1, topics[0].encode()) + field(3, 1) + (field(18, 1) if is_plan else b"")
     return ask(at, itertools.repeat((at.history, request), at.count))
 
 
