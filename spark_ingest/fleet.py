@@ -3,7 +3,7 @@
 named --------------------------------.
 announcements to us ------------------+--> join --> Member, watched by HistoryPolls
 the hub: which histories it follows --'
-answers, refresh: wait for what all have at hand, a bounded time     hold: cursors of those that have moved
+answers, refresh: wait for the plans of all histories, a bounded time     hold: move the cursors
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Fleet:
         self.run = QueryRun(session.options)
         self.members: dict[str, Member] = {}
         self._polls = HistoryPolls(session, self.run)
-        self._has_listened = asyncio.Event()  # long enough for the announcements of those that are there
+        self._has_listened = asyncio.Event()  # members that are present have announced themselves by then
         self._discovering: asyncio.Task[None] | None = None
 
     def open(self, query: str, began_ms: int) -> None:

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Final
 
 from spark_ingest import epochs, offsets
@@ -49,7 +50,12 @@ class QueryRun:
         options = self.options
         return CUTS_MAX * options.max_records_per_partition if self.is_whole else options.max_records_per_batch
 
-    @property
+    @cached_property
+    def coverage_topics(self) -> tuple[str, ...]:
+        """As those of the options, computed once and not for each poll."""
+        return self.options.coverage_topics
+
+    @cached_property
     def wanted(self) -> list[UUri]:
         """The topics that are asked for; with whole epochs also those of the frontiers."""
         topics = [uris.parse(topic) for topic in self.options.topics]
@@ -191,9 +197,9 @@ class Member:
         return made or needed
 
     def lag(self, time_ms: int) -> dict[str, Any]:
-        """How far the query is behind. `records`: matching ones that are in no batch yet; of those that are not planned
-        yet each seq counts. `seconds`: since the oldest of them was appended; if that is not planned yet, since the
-        last ones were that are in a batch."""
+        """How far the query is behind. `records`: the number of matching records that no batch has yet; beyond the
+        plan, each seq counts as a matching record. `seconds`: the time since the oldest of these was appended; if it
+        is not planned yet, since the newest records of the latest batch were appended."""
         ends = {log: cuts[-1].position.seq for (where, log), cuts in self.cuts.items() if not where}
         read = self.offset.seqs if self.offset is not None else {}
         beyond = sum(max(0, seq - ends.get(log, read.get(log, 0))) for log, seq in self.newest.items())

@@ -511,8 +511,8 @@ Counted = Mapping[tuple[str, str, tuple[str, ...]], Sequence[tuple[int, int]]]
 
 
 def divide(given: Iterable[Range], counted: Counted, records_max: int, partitions_min: int) -> list[list[Range]]:
-    """Divides ranges into partitions of at most `records_max` records; of those that were not `counted` each seq counts
-    as a record."""
+    """Divides ranges into partitions of at most `records_max` records. In a range that was not `counted`, each seq
+    counts as a record."""
     weighed = [(one, counted.get((one.authority, one.incarnation, one.topics), ())) for one in given]
     total = sum(sum(records for _, records in pieces) or one.until - one.after for one, pieces in weighed)
     limit = max(1, min(records_max, -(-total // partitions_min)))

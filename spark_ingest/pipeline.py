@@ -204,7 +204,7 @@ def check_sink(path: Path, checkpoint: Path) -> None:
 
 
 def _newest_batch(folder: Path) -> int | None:
-    """The number of the newest batch in a folder of Spark's; None: there is none."""
+    """The highest batch number among the files of a folder that Spark writes; None if it has no batch."""
     names = (file.name.removesuffix(".compact") for file in folder.glob("[0-9]*"))
     return max((int(name) for name in names if name.isdigit()), default=None)
 

@@ -66,8 +66,9 @@ class Planner:
         return offset
 
     async def latest(self, start: Offset, limit: int | None, idle_s: float) -> Offset:
-        """Returns the end of the batch that begins at `start`, with at most `limit` records; `start` if there is none.
-        Waits up to `idle_s` for news. Raises DATA_LOSS, PERMISSION_DENIED, and in a run that ends UNAVAILABLE."""
+        """Returns the end of the batch that begins at `start` and has at most `limit` records. Without new records it
+        waits up to `idle_s` and then returns `start`. Raises DATA_LOSS, PERMISSION_DENIED, and in a run that ends
+        UNAVAILABLE."""
         self.fleet.resume(start)
         await self.fleet.find_members()
         if not all(member.asked for member in self.fleet.members.values()):

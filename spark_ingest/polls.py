@@ -97,7 +97,7 @@ class HistoryPolls:
         if not answer.HasField("visible"):
             what = f"{member.authority}: this streamer cannot plan batches: expected up-streamer 0.2 or later there"
             raise UStatusError(UCode.FAILED_PRECONDITION, what)
-        wanted = Coverage(self._run.options.coverage_topics, Visible.of(answer.visible).text)
+        wanted = Coverage(self._run.coverage_topics, Visible.of(answer.visible).text)
         begin = offset or begun(answer, wanted, asked.positions)
         changed = member.changed  # with how far earlier polls have passed the backfills, if it still is what is wanted
         if changed is None or changed.coverage != wanted:

@@ -21,8 +21,9 @@ its answer at once.
 A queue is bounded in messages and bytes. So that a caller who floods a stalled peer leaves capacity for the others,
 - a caller (the uEntity that is the source of a request, or the sink of a response) has at most a quarter,
 - the uEntities of one source authority together have at most a half, since their numbers may be made up,
-- our own answers count apart, those to one authority at most a quarter of them: whoever is refused gets an answer,
-- and so do frames of histories, those of one follower at most a half of them.
+- answers of the streamer itself have a limit of their own, of which one authority has at most a quarter, so that a
+  caller whose request is refused gets an answer,
+- frames of histories have a limit of their own, of which one follower has at most a half.
 A message counts until the network has taken it.
 """
 

@@ -61,7 +61,7 @@ class EndpointNetwork:
     def __init__(self, endpoint: Endpoint, filters: EndpointFilters) -> None:
         self.endpoint, self.filters = endpoint, filters
         self.is_open = False  # the transport has been opened
-        self.knows_all_registered = False  # it was told, since it was opened
+        self.knows_all_registered = False  # `all_registered` was called since the transport was opened
         self.was_connected = False  # else, if it only listens, it may have no partner yet
         self.trouble = ""  # why it is not open or not listening
         self.away_since: float | None = asyncio.get_running_loop().time()

@@ -10,7 +10,7 @@ import pytest
 
 from history.log.log import Log
 from history.reading.subscriber import HistoryClient
-from tests.history.world import SERVICE, HistoryWorld, publishes
+from tests.history.world import SERVICE, HistoryWorld, publishes, retention_runs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication import CallOptions
@@ -50,10 +50,7 @@ class World(HistoryWorld):
 
     async def retention(self) -> None:
         """Waits until retention has run at the current time."""
-        floor = self.durable.floor_seq
-        async with asyncio.timeout(10):
-            while self.durable.floor_seq == floor:  # noqa: ASYNC110 - retention tells nobody
-                await asyncio.sleep(0.02)
+        await retention_runs(self.durable)
 
 
 @pytest.fixture

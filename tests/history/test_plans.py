@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from history.log.log import Chunk, Log, Scan
 from history.reading.subscriber import HistoryClient
 from history.service import planning
-from tests.history.world import SERVICE, HistoryWorld, publishes
+from tests.history.world import SERVICE, HistoryWorld, publishes, retention_runs
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions
 from uprotocol.core.ustreamer.ids import COMMAND
@@ -71,10 +70,7 @@ class World(HistoryWorld):
         return [(part[-1][0], len(part), part[0][1]) for part in parts]
 
     async def retention(self) -> None:
-        floor = self.durable.floor_seq
-        async with asyncio.timeout(10):
-            while self.durable.floor_seq == floor:  # noqa: ASYNC110 - retention tells nobody
-                await asyncio.sleep(0.02)
+        await retention_runs(self.durable)
 
 
 @pytest.fixture

@@ -70,3 +70,11 @@ def virtually(test: Coroutine[Any, Any, None], seed: int = 0) -> None:
     finally:
         asyncio.set_event_loop(None)
         loop.finish([])
+
+
+async def retention_runs(log: Log) -> None:
+    """Wait until retention has deleted records."""
+    floor = log.floor_seq
+    async with asyncio.timeout(10):
+        while log.floor_seq == floor:  # noqa: ASYNC110 - the log sends no event for it
+            await asyncio.sleep(0.02)

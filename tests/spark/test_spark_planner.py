@@ -53,8 +53,8 @@ class Query:
         self._runner.run(self.planner.fleet.close())
 
     def batch(self, limit: int | None = None, idle_s: float = 0.0, *, fails: bool = False) -> int:
-        """Plan and read one batch; returns 0 if there was none, else 1 plus its rows. `fails`: read it twice, as if a
-        task was killed."""
+        """Plan and read one batch. Returns 0 without new records, else the number of its rows plus 1. `fails`: read the
+        batch twice, as Spark does if a task was killed."""
         if self.checkpoint is None:
             self.checkpoint = self._runner.run(self.planner.begin("query1")).json()
         start = Offset.of(json.loads(json.dumps(self.checkpoint)), self.options.authority)
