@@ -6,6 +6,8 @@
 [[access]]  who reads what of the history, where that is not what the rules say
 [[follow]]  whose history is followed
 [[epochs]]  which topics have epochs together
+[http] [grip] [[channel]] [[proxy]]  the HTTP edge    [[recovery]]  where lost messages can be had
+edge.py            The sections of the HTTP edge
 model.py           The whole configuration, what follows from it, and how the TOML file is read
 sections.py        The sections of the configuration, each with the checks of its own keys
 """

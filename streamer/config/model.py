@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from history.epochs.keeper import GROUPS_MAX
 from storage import logs
+from streamer.config.edge import ChannelSection, GripSection, HttpSection, ProxySection, RecoverySection, one_topic
 from streamer.config.sections import (
     AccessSection,
     AdminSection,
@@ -45,6 +46,7 @@ from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.uri_pb2 import UUri
 
 Mistake = tuple[int, str]  # line, description
+CHANNELS_MAX: Final = 10_000  # each keeps its last id in the log
 
 
 class Config(Section):
@@ -61,6 +63,11 @@ class Config(Section):
     express: ExpressSection = ExpressSection()
     limits: LimitsSection = LimitsSection()
     dispatch: DispatchSection = DispatchSection()
+    http: HttpSection = HttpSection()
+    grip: GripSection = GripSection()
+    channel: list[ChannelSection] = Field(default=[], max_length=CHANNELS_MAX)
+    proxy: list[ProxySection] = Field(default=[])
+    recovery: list[RecoverySection] = Field(default=[])
 
     @model_validator(mode="after")
     def check_coherence(self) -> Self:
@@ -269,12 +276,65 @@ def _mistakes_of_epochs(config: Config) -> Iterator[tuple[str, Location]]:
                 yield what, ("epochs", index, "topics")
 
 
+def _mistakes_of_http(config: Config) -> Iterator[tuple[str, Location]]:
+    http, grip = config.http, config.grip
+    if (http.cert_file is None) != (http.key_file is None):
+        yield "cert_file and key_file go together", ("http",)
+    if http.listen is None and http.model_fields_set:
+        yield "[http] says how clients are served at http.listen, which is not set", ("http",)
+    is_guarded = None not in (http.cert_file, http.tokens_file)
+    if http.listen is not None and not (is_guarded or http.unprotected or is_loopback(http.listen)):
+        what = (
+            f"http.listen {http.listen!r} can be reached from other machines: give cert_file, key_file and "
+            "tokens_file, or, behind a proxy that checks who asks, unprotected = true"
+        )
+        yield what, ("http", "listen")
+    if grip.publish is not None and grip.publish_key_file is None and not is_loopback(grip.publish):
+        what = f"grip.publish {grip.publish!r} can be reached from other machines: give publish_key_file"
+        yield what, ("grip", "publish")
+    for index, one in enumerate(config.channel):
+        yield from ((what, ("channel", index, key)) for what, key in _mistakes_of_channel(config, index, one))
+    for index, proxy in enumerate(config.proxy):
+        if http.listen is None:
+            yield f"requests to {proxy.prefix!r} come in at http.listen, which is not set", ("proxy", index)
+        if any(other.prefix == proxy.prefix for other in config.proxy[:index]):
+            yield f"two backends have the prefix {proxy.prefix!r}", ("proxy", index, "prefix")
+
+
+def _mistakes_of_channel(config: Config, index: int, one: ChannelSection) -> Iterator[tuple[str, str]]:
+    if config.grip.publish is None:
+        yield f"items of channel {one.name!r} come in at grip.publish, which is not set", "name"
+    if any(other.name == one.name for other in config.channel[:index]):
+        yield f"two channels are named {one.name!r}; names must differ", "name"
+    if any(other.topic == one.topic for other in config.channel[:index]):
+        yield f"channel {one.name!r}: another channel has the topic {one.topic}; each has its own", "topic"
+    if _owner(config, one_topic(one.topic).authority_name) is None:
+        yield f"channel {one.name!r}: no endpoint has the authority of {one.topic}", "topic"
+
+
+def _mistakes_of_recovery(config: Config) -> Iterator[tuple[str, Location]]:
+    for index, one in enumerate(config.recovery):
+        for topic in one.topics:
+            parsed, place = uris.parse(topic), ("recovery", index, "topics")
+            if parsed.resource_id < uris.RESOURCE_TOPIC_MIN:
+                yield f"recovery: {topic} can't be a topic", place
+            elif not parsed.authority_name:
+                yield f"recovery: {topic} names no authority, and so no topic that comes here", place
+            elif parsed.authority_name != uris.WILDCARD_AUTHORITY and not _owner(config, parsed.authority_name):
+                yield f"recovery: no endpoint has the authority of {topic}", place
+            for other in config.recovery[:index]:
+                if any(_meet(topic, theirs) for theirs in other.topics):
+                    yield f"recovery: {topic} has another source already: each topic has one", place
+
+
 CHECKS: Final = (
     _mistakes_of_admin,
     _mistakes_of_endpoints,
     _mistakes_of_rules,
     _mistakes_of_following,
     _mistakes_of_epochs,
+    _mistakes_of_http,
+    _mistakes_of_recovery,
 )
 
 

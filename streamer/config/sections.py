@@ -30,7 +30,7 @@ MIB_MAX: Final = 1 << 40  # an exbibyte: beyond any disk, and far from what an i
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 
 
-def _valid(check: Callable[[str], object]) -> Callable[[str], str]:
+def valid(check: Callable[[str], object]) -> Callable[[str], str]:
     """A text that `check` takes."""
 
     def validate(text: str) -> str:
@@ -46,7 +46,7 @@ def _valid(check: Callable[[str], object]) -> Callable[[str], str]:
 def _authority(text: str) -> str:
     if not text:
         raise ValueError("an authority may not be empty")
-    return _valid(uris.validate_authority)(text)
+    return valid(uris.validate_authority)(text)
 
 
 def _authority_pattern(text: str) -> str:
@@ -84,11 +84,12 @@ def is_loopback(address: str) -> bool:
 
 
 Location = tuple[int | str, ...]  # of a key: ("endpoint", 1, "name") is the name of the second endpoint
+HostPort = Annotated[str, AfterValidator(_host_port)]
 Authority = Annotated[str, AfterValidator(_authority)]
 AuthorityPattern = Annotated[str, AfterValidator(_authority_pattern)]
 Suffix = Annotated[str, AfterValidator(_suffix)]
-TopicPattern = Annotated[str, AfterValidator(_valid(uris.parse))]
-WidePattern = Annotated[str, AfterValidator(_valid(AccessPattern.parse))]
+TopicPattern = Annotated[str, AfterValidator(valid(uris.parse))]
+WidePattern = Annotated[str, AfterValidator(valid(AccessPattern.parse))]
 
 
 def _service(text: str) -> str:
@@ -107,14 +108,14 @@ def _service(text: str) -> str:
 
 
 def _one_service(text: str) -> str:
-    service = AccessPattern.parse(_valid(AccessPattern.parse)(text))
+    service = AccessPattern.parse(valid(AccessPattern.parse)(text))
     if uris.is_pattern(service.authority) or service.address.ue_id >> 16:
         raise ValueError(f"expected the history service of one gateway, such as //hub/4/1/0, got {text!r}")
     return _service(text)
 
 
 Service = Annotated[str, AfterValidator(_one_service)]
-ServicePattern = Annotated[str, AfterValidator(_valid(AccessPattern.parse)), AfterValidator(_service)]
+ServicePattern = Annotated[str, AfterValidator(valid(AccessPattern.parse)), AfterValidator(_service)]
 
 
 def patterns(texts: list[str]) -> list[UUri]:
@@ -135,7 +136,7 @@ class StreamerSection(Section):
     `up://AUTHORITY/4/1/8001`. Without it, the first authority that an endpoint names"""
     data_dir: Path = Path("up-streamer-data")
     """log, subscriptions, dead letters, remembered interest"""
-    admin: Annotated[str, AfterValidator(_host_port)] | None = None
+    admin: HostPort | None = None
     """`HOST:PORT` of `/metrics` (Prometheus), `/healthz`, `/readyz` and `/vehicles`; port 0 is any free one"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """what is logged, and all that is worse; the log goes to standard error"""
