@@ -58,27 +58,41 @@ class CursorFile:
         except FileNotFoundError:
             return ReaderState()
         try:
-            content = json.loads(text)
-            state, self.epochs = _read_state(content), content.get("epochs")
-            Assembler().restore(self.epochs or {"groups": []})
+            state, self.epochs = cursor_of(text)
             return state
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            what = f"{self._path} is not a cursor file ({error}): delete it to start from the beginning"
+        except UStatusError as error:
+            what = f"{self._path} is not a cursor file ({error.message}): delete it to start from the beginning"
             raise invalid(what) from None
 
     def save(self, state: ReaderState, epochs: dict[str, Any] | None = None) -> None:
         """Raises OSError."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        content = {
-            "positions": {incarnation.hex(): seq for incarnation, seq in state.positions.items()},
-            "known": {
-                incarnation.hex(): [[seq, digest.hex()] for seq, digest in known.items()]
-                for incarnation, known in state.known.items()
-            },
-            "idle": sorted(incarnation.hex() for incarnation in state.idle),
-            **({} if epochs is None else {"epochs": epochs}),
-        }
-        REAL_DISK.replace_text(self._path, json.dumps(content))
+        REAL_DISK.replace_text(self._path, cursor_text(state, epochs))
+
+
+def cursor_text(state: ReaderState, epochs: dict[str, Any] | None = None) -> str:
+    """Returns JSON from which `cursor_of` reads the same."""
+    content = {
+        "positions": {incarnation.hex(): seq for incarnation, seq in state.positions.items()},
+        "known": {
+            incarnation.hex(): [[seq, digest.hex()] for seq, digest in known.items()]
+            for incarnation, known in state.known.items()
+        },
+        "idle": sorted(incarnation.hex() for incarnation in state.idle),
+        **({} if epochs is None else {"epochs": epochs}),
+    }
+    return json.dumps(content)
+
+
+def cursor_of(text: str) -> tuple[ReaderState, dict[str, Any] | None]:
+    """Returns the state, and what an Assembler keeps with it. Raises INVALID_ARGUMENT."""
+    try:
+        content = json.loads(text)
+        state, epochs = _read_state(content), content.get("epochs")
+        Assembler().restore(epochs or {"groups": []})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise invalid(str(error)) from None
+    return state, epochs
 
 
 def _read_state(content: dict[str, Any]) -> ReaderState:
@@ -102,7 +116,7 @@ class GaplessSubscriber:
         async with GaplessSubscriber(client, [topic], cursor_path=path, on_gap=report) as subscriber:
             async for record in subscriber: ...
 
-    Without a cursor it begins after `positions`; in other logs at `start`, a PollRequest of which only `start` is read
+    `cursor`: of another one, instead of the file. Without a cursor it begins after `positions`; in other logs at `start`, a PollRequest of which only `start` is read
     (default: earliest). A log that is created later is read whole. `consumer` names a cursor at the service that holds
     retention while we poll. A batch counts as taken when the next one is asked for. `on_gap(gap)` is called for records
     that can never be read, `on_connected(bool)` when the service begins or stops to answer; both on the loop. The same
@@ -134,6 +148,7 @@ class GaplessSubscriber:
         consumer: str = "",
         lease_ms: int = 0,
         cursor_path: Path | str | None = None,
+        cursor: str = "",
         assembler: Assembler | None = None,
         keepers: Sequence[str] = (),
         max_records: int = 0,
@@ -157,6 +172,7 @@ class GaplessSubscriber:
         self._has_taken = False  # epochs were taken since the file was written
         self._is_stale = False  # ... or since `_state` was computed
         self._file = CursorFile(Path(cursor_path)) if cursor_path is not None else None
+        self._cursor = cursor
         self._on_gap = on_gap
         self._following = Following(
             client,
@@ -219,15 +235,25 @@ class GaplessSubscriber:
         """The position in each log up to which the application has taken all records."""
         return dict(self._taken.positions)
 
+    @property
+    def cursor(self) -> str:
+        """What was taken, as text: another subscriber of these topics that has it as its `cursor` goes on there."""
+        taken = self._taken
+        held = self._in_hand
+        return cursor_text(taken, None if self._assembler is None else self._assembler.save(taken.positions, held))
+
     async def __aenter__(self) -> Self:
+        epochs = None
         if self._file is not None:
-            self._saved = await asyncio.to_thread(self._file.load)
-            if self._saved.positions:
-                self._state = self._saved.copy()
-                self._acceptor = Acceptor(state=self._state)
-                self._following.has_begun = True
-            if self._assembler is not None and self._file.epochs is not None:
-                self._assembler.restore(self._file.epochs)
+            self._saved, epochs = await asyncio.to_thread(self._file.load), self._file.epochs
+        elif self._cursor:
+            self._saved, epochs = cursor_of(self._cursor)
+        if self._saved.positions:
+            self._state = self._saved.copy()
+            self._acceptor = Acceptor(state=self._state)
+            self._following.has_begun = True
+        if self._assembler is not None and epochs is not None:
+            self._assembler.restore(epochs)
         self._read = self._taken.copy()
         self._following.wants_frontiers = self._assembler is not None
         self._puller = asyncio.create_task(self._pull(), name="gapless subscriber")

@@ -14,7 +14,6 @@ are reported in several logs that are followed into this one, older records are 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import struct
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from google.protobuf.message import DecodeError
 from history.epochs.frontier import Epoch, time_of
 from history.log.log import Log
 from history.records.chunk import INCARNATION_BYTES, Chunk, Scan, message_id, numbered
-from history.records.witness import WITNESSES_MAX, Known, gap_of
+from history.records.witness import WITNESSES_MAX, Known, digest_of, gap_of
 from history.service.matches import Match, Sight
 from history.service.planning import PLAN_CUTS_MAX, PLAN_RECORDS_MAX, PLAN_STEPS_MAX, Cuts, log_plan, plan_step
 from uprotocol import uuid as uuids
@@ -61,9 +60,6 @@ FRONTIER_TOPICS_MAX: Final = 1_024  # in one answer; each costs two reads
 FRONTIERS_BACK_MAX: Final = 8  # records read of one topic: a keeper writes to all of its logs at the same time
 # of frontiers; an answer with more has no records, since it must have space for one record of any size
 FRONTIERS_BESIDE_RECORDS_BYTES_MAX: Final = 128 << 10
-# of a witness; it reveals nothing about a message that its caller may not see. Two records have the same one by chance
-# once in 10^19
-DIGEST_BYTES: Final = 8
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -150,7 +146,8 @@ class FollowedTopics(Protocol):
 @dataclass(eq=False, slots=True)
 class Poll:
     """A running poll, and the answer to it. `sight`: for which `matches` were made. `is_pushed`: for a push, not a
-    request. `is_cut`: answer it at once, even without records.
+    request. `is_local`: of a caller that sends no message (HistoryService.read). `is_cut`: answer it at
+    once, even without records.
 
     `positions`: how far each log has been read; empty before `begin`. `agreed`, by incarnation of logs that went back:
     the seq up to which they are still what the caller knows."""
@@ -160,6 +157,7 @@ class Poll:
     matches: Mapping[Log, Match]
     follower: FollowedTopics | None = None
     is_pushed: bool = False
+    is_local: bool = False
     is_cut: bool = False
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     response: PollResponse = field(default_factory=PollResponse)
@@ -434,10 +432,7 @@ async def witnesses_at(log: Log, seq: int) -> list[Witness]:
     if not log.floor_seq < seq <= log.newest_seq:
         return []
     found = await log.scan(seq - 1, max_records=1, max_bytes=1, until=seq)
-    return [
-        Witness(seq=seq, digest=hashlib.blake2b(message_id(chunk.messages[0]), digest_size=DIGEST_BYTES).digest())
-        for chunk in found.chunks
-    ]
+    return [Witness(seq=seq, digest=digest_of(message_id(chunk.messages[0]))) for chunk in found.chunks]
 
 
 async def went_back(log: Log, seq: int, known: Mapping[int, bytes]) -> tuple[int, int] | None:

@@ -22,7 +22,7 @@ import contextlib
 import functools
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -54,6 +54,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
 from uprotocol.message import UPayload
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -71,6 +72,7 @@ LOGS_MAX: Final = 256  # in a page, as many as in a poll
 STREAMS_PER_STEP: Final = 500  # examined in one step on the loop, some 3 ms if all of them are listed
 # examined for one page, some 40 ms of steps: if few match, a page may be short or empty
 STREAMS_PER_PAGE: Final = 200_000
+TURN_MS_MAX: Final = 10_000  # a local read waits so long for its turn
 DRAIN_MS_MAX: Final = 5_000  # `stop` waits this long for running requests, and then for the network to take replies
 
 _RANGE: Final = struct.Struct(">16sQQ")  # incarnation, id of the last stream that is listed, and of the last to list
@@ -247,6 +249,21 @@ class HistoryService:
 
     # -- Poll
 
+    async def read(self, caller: UUri, asked: PollRequest) -> PollResponse:
+        """Answer a poll of `caller` that came another way than as a message: who passes it on bounds how many wait.
+        Raises UStatusError as a poll answers."""
+        attributes = UAttributes(id=uuids.new(), source=caller, ttl=asked.wait_ms + TURN_MS_MAX)
+        with self._counted("polls"):
+            valid = checked(asked, attributes)
+            sight = self._sights.of(caller)
+            poll = Poll(valid, sight, self._matches.of(asked.topics, sight, valid.caller), is_local=True)
+        await self._answer(poll)
+        return poll.response
+
+    def sight_key(self, caller: UUri) -> Hashable:
+        """Returns the same for callers that may read the same, and another one as soon as that may have changed."""
+        return self._sights.of(caller).key
+
     async def _poll(self, request: UMessage) -> PollResponse:
         with self._counted("polls"):
             asked = UPayload.of(request).unpack(PollRequest)
@@ -271,7 +288,7 @@ class HistoryService:
         with contextlib.ExitStack() as stack:
             while True:
                 poll.woken.clear()
-                async with self._turns.turn(request.caller, gives_up - time()):
+                async with self._turns.turn("" if poll.is_local else request.caller, gives_up - time()):
                     if not poll.positions:
                         await poll.begin(lambda log, seq: self._sees_record(poll, log, seq))
                         self.counts["withheld"] += any(match.withholds for match in poll.matches.values())
@@ -330,7 +347,7 @@ class HistoryService:
     def _wakes(self, poll: Poll) -> Iterator[None]:
         """Wake the poll when records come that may be for it. Raises RESOURCE_EXHAUSTED."""
         caller = poll.request.caller
-        if (full := self._waiting_shares.full(caller)) is not None:
+        if not poll.is_local and (full := self._waiting_shares.full(caller)) is not None:
             whose = f" of authority {caller!r}" if full.is_of_one else ""
             what = f"{full.limit} polls{whose} wait already: try again later"
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
@@ -338,12 +355,14 @@ class HistoryService:
             self._seen = {log: log.newest_seq for log in self._logs}
             self._stop_listening = [log.on_append(functools.partial(self._appended, log)) for log in self._logs]
         self._waiting.add(poll)
-        self._waiting_shares.add(caller, 1)
+        if not poll.is_local:
+            self._waiting_shares.add(caller, 1)
         try:
             yield
         finally:
             self._waiting.discard(poll)
-            self._waiting_shares.add(caller, -1)
+            if not poll.is_local:
+                self._waiting_shares.add(caller, -1)
             if not self._waiting:
                 for end in self._stop_listening:
                     end()

@@ -61,12 +61,12 @@ def client_entity(text: str) -> UUri:
     return entity
 
 
-Origin = Annotated[str, AfterValidator(_origin)]
+WebOrigin = Annotated[str, AfterValidator(_origin)]
 Backend = Annotated[str, AfterValidator(_backend)]
-Link = Annotated[str, AfterValidator(_link)]
+LinkUrl = Annotated[str, AfterValidator(_link)]
 Prefix = Annotated[str, AfterValidator(_prefix)]
-Topic = Annotated[str, AfterValidator(valid(one_topic))]
-Client = Annotated[str, AfterValidator(valid(client_entity))]
+OneTopic = Annotated[str, AfterValidator(valid(one_topic))]
+ClientEntity = Annotated[str, AfterValidator(valid(client_entity))]
 
 
 class HttpSection(Section):
@@ -83,7 +83,7 @@ class HttpSection(Section):
     """who may read: a line for each client, its uEntity and its token (`//cloud/8001/1/0 TOKEN`). A client shows its
     token as `Authorization: Bearer TOKEN`, or in the cookie `up_token`, and reads what `[[access]]` lets that uEntity
     read. Without the file, `listen` is an address of loopback"""
-    client: Client | None = None
+    client: ClientEntity | None = None
     """the uEntity as which clients read where there is no `tokens_file`. Without it, uEntity 8000 of the streamer's
     authority: it reads what is published at home, and what the rules let go there"""
     unprotected: bool = False
@@ -92,7 +92,7 @@ class HttpSection(Section):
     hosts: list[str] = Field(default=[])
     """names under which clients may reach the edge without `tokens_file`, in addition to `listen` and loopback; a
     request for any other host is refused (DNS rebinding)"""
-    origins: list[Origin] = Field(default=[])
+    origins: list[WebOrigin] = Field(default=[])
     """web origins whose pages may read (CORS), such as `https://app.example.com`. A page of another origin is
     refused"""
     clients_max: int = Field(default=CLIENTS_MAX, ge=1)
@@ -130,9 +130,9 @@ class ChannelSection(Section):
 
     name: str = Field(min_length=1, max_length=256)
     """of the channel"""
-    topic: Topic
+    topic: OneTopic
     """one topic of an authority of ours, such as `//cloud/8001/1/8001`"""
-    link: Link | None = None
+    link: LinkUrl | None = None
     """where the items that never came can be had, as from a `Grip-Link`: the edge asks it after a gap in the ids, and
     records the answer. Without it, held streams recover by their own links, and the record has the gap"""
 

@@ -1,0 +1,152 @@
+"""One client of a stream, and the output to it.
+
+StreamClient: reads for itself up to its feed -> follows the feed -> Output: pieces, each taken in time -> response
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from aiohttp import web
+from aiohttp_sse import EventSourceResponse
+
+from history.reading.acceptor import Accepted, Positions, ReaderState
+from streamer.edge.events import id_line
+from streamer.edge.feeds import AGAIN, AGAIN_S, Feed, Feeds, HistoryReading
+from streamer.edge.positions import position_of, position_text
+from streamer.edge.query import Query
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import PollRequest
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
+
+WRITE_BYTES_MAX: Final = 64 << 10  # at once, to one client
+SHORT_WAIT_MS: Final = 1_000
+
+
+class CutOffError(Exception):
+    """The client takes nothing any more, or its token was withdrawn."""
+
+
+class Output:
+    """Writes to one client, in pieces, each within `send_s`."""
+
+    def __init__(
+        self, response: EventSourceResponse, request: web.Request, send_s: float, counts: Counter[str]
+    ) -> None:
+        self.response, self._request, self._send_s, self._counts = response, request, send_s, counts
+        self._lines: list[bytes] = []
+        self._bytes = 0
+
+    async def add(self, lines: bytes) -> None:
+        self._lines.append(lines)
+        self._bytes += len(lines)
+        if self._bytes > WRITE_BYTES_MAX:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Raises CutOffError, and ConnectionError if the client has gone."""
+        if not self._lines:
+            return
+        data = b"".join(self._lines)
+        self._lines.clear()
+        self._bytes = 0
+        try:
+            async with asyncio.timeout(self._send_s):
+                await self.response.write(data)
+        except TimeoutError:
+            self._counts["slow"] += 1
+            if self._request.transport is not None:
+                self._request.transport.abort()  # a graceful end would wait for the client, too
+            raise CutOffError from None
+
+
+class StreamClient:
+    """One stream. It has a position and no queue: what it has not taken stays in the feed or in the history."""
+
+    def __init__(
+        self, counts: Counter[str], feeds: Feeds, reading: HistoryReading, output: Output, query: Query, caller: UUri
+    ) -> None:
+        self._counts, self._feeds, self._reading, self._output = counts, feeds, reading, output
+        self._query, self._caller = query, caller
+
+    async def run(self, before: ReaderState, first: Accepted, is_allowed: Callable[[], bool]) -> None:
+        """Write until the client goes. `first`: the answer to the first request, behind `before`. Raises CutOffError,
+        ConnectionError."""
+        await self._write(before, first)
+        # an id without data is no event: it is what a client shows that loses its connection before the first event
+        await self._output.add(id_line(position_text(self._reading.state)) + b"\n")
+        await self._output.flush()
+        while True:
+            try:
+                feed = await self._feeds.join(self._caller, self._query.topics, self._query.format)
+            except UStatusError as error:
+                if error.code not in AGAIN:
+                    return  # it may not read any more: the next request says so
+                await asyncio.sleep(AGAIN_S)
+                continue
+            try:
+                while feed.end is None and is_allowed():
+                    await self._read_up_to(feed)
+                    await self._follow(feed, is_allowed)
+            except UStatusError as error:
+                if error.code not in AGAIN:
+                    return
+                await asyncio.sleep(AGAIN_S)
+            finally:
+                self._feeds.leave(feed)
+            if feed.end is not None and feed.end.code != UCode.ABORTED:
+                return
+            if not is_allowed():
+                self._counts["revoked"] += 1
+                return
+
+    async def _read_up_to(self, feed: Feed) -> None:
+        """Read for itself until the feed has what follows."""
+        while feed.end is None and feed.number_for(self._reading.state.positions) is None:
+            before = self._reading.state.copy()
+            await self._write(before, await self._reading.next(0 if self._reading.has_more else SHORT_WAIT_MS))
+
+    async def _write(self, before: ReaderState, accepted: Accepted) -> None:
+        for event in self._reading.events(before, accepted):
+            await self._output.add(id_line(event.id) + event.lines)
+            self._counts["gaps" if event.is_gap else "events"] += 1
+        await self._output.flush()
+
+    async def _follow(self, feed: Feed, is_allowed: Callable[[], bool]) -> None:
+        """Write the events of the feed, until it ends or has dropped what this client has not taken yet."""
+        positions, add = dict(self._reading.state.positions), self._output.add
+        number, is_level, id = feed.number_for(positions), False, position_text(self._reading.state)
+        while number is not None and is_allowed():
+            events = feed.from_number(number)
+            if events is None:
+                break
+            number += len(events)
+            for event in events:
+                if not is_level:
+                    if not event.is_new_at(positions):
+                        continue
+                    event.move(positions)
+                    is_level = is_behind(positions, event.position)
+                id = event.id if is_level else position_text(ReaderState(positions))
+                await add(id_line(id) + event.lines)
+                self._counts["gaps" if event.is_gap else "events"] += 1
+            if feed.next_number == number and feed.newest_id != id:
+                is_level = is_level or is_behind(positions, feed.newest.positions)
+                if is_level:  # what it has read past had nothing for this client
+                    id = feed.newest_id
+                    await add(id_line(id) + b"\n")
+            await self._output.flush()
+            if feed.end is not None:
+                break
+            if feed.next_number == number:
+                await feed.moved()
+        self._reading.begin(position_of(id) if is_level else ReaderState(positions), PollRequest(earliest=True))
+
+
+def is_behind(one: Positions, other: Positions) -> bool:
+    """Returns whether `other` is at least as far in each log."""
+    return all(other.get(log, -1) >= seq for log, seq in one.items())

@@ -1,0 +1,273 @@
+"""Feeds: one reader of the history for all clients that read the same, and the newest events as bytes.
+
+history -> Feed: each record becomes one event, encoded once -> the newest of them -> each client, at its own pace
+                                                                 '- a client that is further back reads for itself
+                                                                    until it has reached them
+
+A client has no queue: it has a position, and what it has not taken stays here or in the history. A feed lives while it
+has clients. It ends when what its callers may read has changed; they look for another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import structlog
+
+from history.reading.acceptor import Accepted, Acceptor, Positions, ReaderState, went_back
+from history.records import witness
+from streamer.edge.events import FORMATS, event_lines, gap_text
+from streamer.edge.positions import poll_of, position_text
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import PollRequest, PollResponse
+from uprotocol.encoded import Stamps
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
+
+KEPT_BYTES_MAX: Final = 512 << 10  # of the newest events of a feed
+READ_BYTES_MAX: Final = 64 << 10  # of records, in one answer for one client
+READ_RECORDS_MAX: Final = 500
+FEED_READ_BYTES_MAX: Final = 256 << 10
+FEED_READ_RECORDS_MAX: Final = 2_000
+WAIT_MS: Final = 30_000  # then the ids of idle clients are brought up to date
+AGAIN_S: Final = 1.0  # after an answer that was refused for lack of capacity
+AGAIN: Final = (UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE)
+
+log = structlog.get_logger()
+
+
+class ReadableHistory(Protocol):
+    """The history in this process (HistoryService)."""
+
+    async def read(self, caller: UUri, asked: PollRequest) -> PollResponse: ...
+
+    def sight_key(self, caller: UUri) -> Hashable: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """A record or a gap. `lines`: without the id. `position`: where its reader is behind it; `id`: the same as text.
+    `seq`: its log was read up to there; None: the log has ended."""
+
+    incarnation: bytes
+    seq: int | None
+    position: Positions
+    id: str
+    lines: bytes
+    is_gap: bool = False
+    goes_back: bool = False  # the log went back: what follows has the seqs of earlier records
+
+    @property
+    def size(self) -> int:
+        return len(self.id) + len(self.lines)
+
+    def is_new_at(self, positions: Positions) -> bool:
+        """Returns whether a client at `positions` lacks it."""
+        if self.seq is None:
+            return self.incarnation in positions
+        return self.goes_back or self.seq > positions.get(self.incarnation, 0)
+
+    def move(self, positions: Positions) -> None:
+        """Move `positions` behind it."""
+        if self.seq is None:
+            positions.pop(self.incarnation, None)
+        else:
+            positions[self.incarnation] = self.seq
+
+
+class HistoryReading:
+    """Reads `topics` for one caller, behind a state that moves on."""
+
+    def __init__(self, history: ReadableHistory, caller: UUri, topics: Sequence[UUri], format: str) -> None:
+        self._history, self._caller, self._topics, self.encode = history, caller, topics, FORMATS[format]
+        self._stamps = Stamps()
+        self._acceptor = Acceptor(read=self._stamps.read)
+        self._start = PollRequest()
+        self.has_more = True  # the last answer did not reach the end
+
+    @property
+    def state(self) -> ReaderState:
+        return self._acceptor.state
+
+    def begin(self, state: ReaderState, start: PollRequest) -> None:
+        self._acceptor = Acceptor(state=state, read=self._stamps.read)
+        self._start = start
+
+    async def next(self, wait_ms: int = 0, bytes_max: int = READ_BYTES_MAX, records_max: int = 0) -> Accepted:
+        """Returns what comes within `wait_ms`. Raises UStatusError."""
+        asked = poll_of(self._topics, self.state, self._start)
+        asked.wait_ms, asked.max_bytes, asked.max_records = wait_ms, bytes_max, records_max or READ_RECORDS_MAX
+        answer = await self._history.read(self._caller, asked)
+        accepted = self._acceptor.accept(answer)
+        self._start = PollRequest(earliest=True)  # a log that appears later is new
+        self.has_more = answer.more
+        return accepted
+
+    def events(self, before: ReaderState, accepted: Accepted) -> Iterator[StreamEvent]:
+        """Yields the gaps and records of an answer to a request behind `before`."""
+        state = before.copy()
+        for gap in accepted.gaps:
+            if gap.before_seq:
+                state.positions[gap.incarnation] = gap.before_seq - 1
+            else:
+                state.forget(gap.incarnation)
+            seq = gap.before_seq - 1 if gap.before_seq else None
+            lines = event_lines(gap_text(gap), "gap")
+            position = dict(state.positions)
+            yield StreamEvent(gap.incarnation, seq, position, position_text(state), lines, True, went_back(gap))
+        last = len(accepted.records)
+        for number, record in enumerate(accepted.records, 1):
+            if number == last:  # and what does not match behind it
+                state = accepted.state
+            else:
+                state.positions[record.incarnation] = record.seq
+                state.known[record.incarnation] = {record.seq: witness.digest_of(record.message.id_bytes)}
+                state.idle.discard(record.incarnation)
+            lines = event_lines(self.encode(record))
+            yield StreamEvent(record.incarnation, record.seq, dict(state.positions), position_text(state), lines)
+
+
+class Feed:
+    """Reads the newest records of `topics` as `caller`, while it has clients."""
+
+    def __init__(self, reading: HistoryReading, history: ReadableHistory, caller: UUri) -> None:
+        self._reading, self._history, self._caller = reading, history, caller
+        self._sight = history.sight_key(caller)
+        self._kept: list[StreamEvent] = []
+        self._bytes = 0
+        self._first = 0  # number of the first event that is kept
+        self._before_first: Positions = {}  # the position before it
+        self._is_ready = asyncio.Event()
+        self._moved = asyncio.Event()
+        self.clients = 0
+        self.newest_id = ""  # the position up to which it has read
+        self.end: UStatusError | None = None  # why it has ended
+        self._task = asyncio.create_task(self._run(), name="feed of HTTP clients")
+
+    def __repr__(self) -> str:
+        return f"Feed(clients={self.clients}, kept={len(self._kept)}, end={self.end})"
+
+    @property
+    def newest(self) -> ReaderState:
+        return self._reading.state
+
+    async def ready(self) -> None:
+        """Wait until it has found the end of the history. Raises UStatusError."""
+        await self._is_ready.wait()
+        if self.end is not None:
+            raise self.end
+
+    def stop(self) -> None:
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            self._reading.begin(ReaderState(), PollRequest(latest=True))
+            await self._reading.next()
+            self._before_first = dict(self.newest.positions)
+            self.newest_id = position_text(self.newest)
+            self._is_ready.set()
+            while True:
+                await self._read()
+                self._wake()
+        except UStatusError as error:
+            self.end = error
+        except Exception as error:
+            log.exception("a feed of HTTP clients failed")
+            self.end = UStatusError(UCode.INTERNAL, f"the feed failed: {error!r}")
+        finally:
+            self.end = self.end or UStatusError(UCode.CANCELLED, "the edge stops")
+            self._is_ready.set()
+            self._wake()
+
+    async def _read(self) -> None:
+        before = self.newest.copy()
+        try:
+            accepted = await self._reading.next(WAIT_MS, FEED_READ_BYTES_MAX, FEED_READ_RECORDS_MAX)
+        except UStatusError as error:
+            if error.code not in AGAIN:
+                raise
+            await asyncio.sleep(AGAIN_S)
+            return
+        if self._history.sight_key(self._caller) != self._sight:
+            raise UStatusError(UCode.ABORTED, "what its callers may read has changed")
+        for event in self._reading.events(before, accepted):
+            self._kept.append(event)
+            self._bytes += event.size
+        oldest = 0
+        while self._bytes > KEPT_BYTES_MAX and oldest < len(self._kept) - 1:
+            self._bytes -= self._kept[oldest].size
+            self._before_first = self._kept[oldest].position
+            oldest += 1
+        del self._kept[:oldest]
+        self._first += oldest
+        self.newest_id = position_text(self.newest)
+
+    def _wake(self) -> None:
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
+    async def moved(self) -> None:
+        """Wait for events, for a position that moves without one, or for the end."""
+        if self.end is None:
+            await self._moved.wait()
+
+    def number_for(self, positions: Positions) -> int | None:
+        """Returns the number of the first event that a client at `positions` may lack; None: it is further back."""
+        if any(positions.get(log, -1) < seq for log, seq in self._before_first.items()):
+            return None
+        return self._first
+
+    @property
+    def next_number(self) -> int:
+        return self._first + len(self._kept)
+
+    def from_number(self, number: int) -> Sequence[StreamEvent] | None:
+        """Returns the events from `number` on; None if some of them are not kept any more."""
+        if number < self._first:
+            return None
+        return self._kept[number - self._first :]
+
+
+class Feeds:
+    """The feeds of all clients, by what they read."""
+
+    def __init__(self, history: ReadableHistory) -> None:
+        self._history = history
+        self._feeds: dict[Hashable, Feed] = {}
+
+    def __len__(self) -> int:
+        return len(self._feeds)
+
+    def reading(self, caller: UUri, topics: Sequence[UUri], format: str) -> HistoryReading:
+        return HistoryReading(self._history, caller, topics, format)
+
+    async def join(self, caller: UUri, topics: Sequence[UUri], format: str) -> Feed:
+        """Returns the feed for one more client, which leaves it with `leave`. Raises UStatusError."""
+        names = tuple(sorted(topic.SerializeToString() for topic in topics))
+        own = caller.authority_name if any(not topic.authority_name for topic in topics) else ""
+        key = (self._history.sight_key(caller), own, names, format)
+        feed = self._feeds.get(key)
+        if feed is None or feed.end is not None:
+            feed = self._feeds[key] = Feed(self.reading(caller, topics, format), self._history, caller)
+        feed.clients += 1
+        try:
+            await feed.ready()
+        except BaseException:
+            self.leave(feed)
+            raise
+        return feed
+
+    def leave(self, feed: Feed) -> None:
+        feed.clients -= 1
+        if not feed.clients:
+            feed.stop()
+            for key in [key for key, one in self._feeds.items() if one is feed]:
+                del self._feeds[key]
+
+    def close(self) -> None:
+        for feed in self._feeds.values():
+            feed.stop()

@@ -1,0 +1,183 @@
+"""GET /stream: history and live in one request, as server-sent events, or a page of them (`mode=poll`).
+
+request -> who asks? -> Query -> mode=poll: one page, and where to go on
+                              -> StreamClient: reads for itself up to its feed -> follows the feed -> response
+                              -> epochs=atomic: a GaplessSubscriber with an Assembler of its own
+
+By the HTML standard, section 9.2, an EventSource gives up after any status but 200. So what may pass is 200: overload
+closes the stream and says when to come back, and records that are lost are a `gap` event. What the client itself has to
+change is 400, 401 or 403.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Final, Protocol
+
+import structlog
+from aiohttp import web
+from aiohttp_sse import EventSourceResponse
+
+from streamer.config.edge import HttpSection
+from streamer.edge.clients import CutOffError, Output, StreamClient
+from streamer.edge.epoch_reader import EpochReader
+from streamer.edge.events import gap_of
+from streamer.edge.feeds import AGAIN, Feeds, ReadableHistory
+from streamer.edge.positions import StreamStart, position_text
+from streamer.edge.query import Query
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
+
+RETRY_MS: Final = 5_000  # then a client that found no capacity comes back
+EPOCH_CLIENTS_MAX: Final = 64  # each may hold epoch_reader.EPOCH_BYTES_MAX
+_CODES: Final[dict[int, int]] = {
+    UCode.INVALID_ARGUMENT: 400,
+    UCode.PERMISSION_DENIED: 403,
+    UCode.RESOURCE_EXHAUSTED: 429,
+    UCode.UNAVAILABLE: 503,
+}
+
+log = structlog.get_logger()
+
+
+class CallersOfStreams(Protocol):
+    """Says who asks."""
+
+    async def of(self, request: web.Request) -> UUri:
+        """Returns the uEntity as which the client reads. Raises web.HTTPException: 401, 403."""
+
+    def still_allowed(self, request: web.Request, caller: UUri) -> bool:
+        """Returns False if the client's token has been withdrawn since then."""
+
+
+class HttpStreams:
+    """Serves GET /stream from `history`. `counts`: events, gaps, slow (clients that were cut off), overload, revoked,
+    refused."""
+
+    def __init__(self, history: ReadableHistory, callers: CallersOfStreams, section: HttpSection) -> None:
+        self._history, self._callers, self._section = history, callers, section
+        self._feeds = Feeds(history)
+        self.clients = self.epoch_clients = 0
+        self.counts: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"HttpStreams({self.clients} clients, {len(self._feeds)} feeds, {dict(self.counts)})"
+
+    @property
+    def feeds(self) -> int:
+        return len(self._feeds)
+
+    def close(self) -> None:
+        """End all streams; their clients come back. May be called twice."""
+        self._feeds.close()
+
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        """The handler of GET /stream."""
+        caller = await self._callers.of(request)
+        is_poll = request.query.get("mode") == "poll"
+        try:
+            query = Query.of(list(request.query.items()), request.headers.get("Last-Event-ID"))
+            if query.mode == "poll":
+                return await self._page(caller, query)
+            return await self._stream(request, caller, query)
+        except UStatusError as error:
+            self.counts["refused"] += 1
+            if error.code in AGAIN and not is_poll:
+                return await self._come_back(request)
+            status = _CODES.get(error.code, 500)
+            headers = {"Retry-After": str(RETRY_MS // 1000)} if error.code in AGAIN else None
+            return web.Response(status=status, text=f"{error.message}\n", headers=headers)
+
+    async def _come_back(self, request: web.Request) -> web.StreamResponse:
+        """Answer 200 with the time after which an EventSource connects again, and close."""
+        self.counts["overload"] += 1
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        response.force_close()
+        await response.prepare(request)
+        await response.write(b"retry: %d\n: too many clients, or the history is busy: come back later\n\n" % RETRY_MS)
+        return response
+
+    # -- mode=poll
+
+    async def _page(self, caller: UUri, query: Query) -> web.StreamResponse:
+        if self.clients >= self._section.clients_max:
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, "too many clients: come back later")
+        since = StreamStart.of(query.since)
+        reading = self._feeds.reading(caller, query.topics, query.format)
+        reading.begin(since.state, since.start)
+        with self._counted():
+            accepted = await reading.next(query.wait_ms, records_max=query.records_max)
+        self.counts["gaps"] += len(accepted.gaps)
+        if accepted.gaps:  # reported once: `next` is behind them, and in front of the records that follow
+            before = accepted.state.copy()
+            for record in accepted.records:
+                before.positions[record.incarnation] = min(before.positions[record.incarnation], record.seq - 1)
+            what = {"gaps": [gap_of(gap) for gap in accepted.gaps], "next": position_text(before)}
+            return web.json_response(what, status=410)
+        events = [reading.encode(record) for record in accepted.records]
+        self.counts["events"] += len(events)
+        if query.format == "umessage":
+            events = [f'"{event}"' for event in events]
+        more = "true" if reading.has_more else "false"
+        body = f'{{"events":[{",".join(events)}],"next":"{position_text(reading.state)}","more":{more}}}\n'
+        return web.Response(body=body.encode(), content_type="application/json")
+
+    # -- streams
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.clients += 1
+        try:
+            yield
+        finally:
+            self.clients -= 1
+
+    async def _stream(self, request: web.Request, caller: UUri, query: Query) -> web.StreamResponse:
+        if self.clients >= self._section.clients_max:
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, "too many clients: come back later")
+        with self._counted():
+            if query.is_atomic:
+                return await self._stream_epochs(request, caller, query)
+            since = StreamStart.of(query.since)
+            reading = self._feeds.reading(caller, query.topics, query.format)
+            reading.begin(since.state, since.start)
+            accepted = await reading.next()  # before the answer begins: a refusal is not a stream
+            output = await self._begin(request)
+            client = StreamClient(self.counts, self._feeds, reading, output, query, caller)
+            with contextlib.suppress(CutOffError, ConnectionError):
+                await client.run(since.state, accepted, lambda: self._callers.still_allowed(request, caller))
+            return await self._end(output)
+
+    async def _begin(self, request: web.Request) -> Output:
+        section = self._section
+        response = EventSourceResponse(sep="\n", ping_interval=section.keep_alive_s, send_timeout=section.send_s)
+        await response.prepare(request)
+        return Output(response, request, section.send_s, self.counts)
+
+    async def _end(self, output: Output) -> web.StreamResponse:
+        output.response.stop_streaming()
+        with contextlib.suppress(asyncio.CancelledError):
+            await output.response.wait()
+        return output.response
+
+    async def _stream_epochs(self, request: web.Request, caller: UUri, query: Query) -> web.StreamResponse:
+        if self.epoch_clients >= EPOCH_CLIENTS_MAX:
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{EPOCH_CLIENTS_MAX} streams of epochs run: come back later")
+        self.epoch_clients += 1
+        try:
+            reader = EpochReader(self._history, caller, query)
+            await reader.check()
+            output = await self._begin(request)
+            try:
+                async with reader.subscriber:
+                    await reader.write(output, lambda: self._callers.still_allowed(request, caller))
+            except (CutOffError, ConnectionError, UStatusError) as error:
+                if isinstance(error, UStatusError):
+                    log.warning("a stream of epochs ends", error=str(error))
+            return await self._end(output)
+        finally:
+            self.epoch_clients -= 1
