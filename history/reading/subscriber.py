@@ -116,12 +116,13 @@ class GaplessSubscriber:
         async with GaplessSubscriber(client, [topic], cursor_path=path, on_gap=report) as subscriber:
             async for record in subscriber: ...
 
-    `cursor`: of another one, instead of the file. Without a cursor it begins after `positions`; in other logs at `start`, a PollRequest of which only `start` is read
-    (default: earliest). A log that is created later is read whole. `consumer` names a cursor at the service that holds
-    retention while we poll. A batch counts as taken when the next one is asked for. `on_gap(gap)` is called for records
-    that can never be read, `on_connected(bool)` when the service begins or stops to answer; both on the loop. The same
-    is in `gaps` (a count) and `connected`. While the service does not answer it is asked again after growing, random
-    pauses; any other error ends the iteration. `next_batch` and `commit` are the interface below the iteration.
+    `cursor`: of another one, instead of the file. Without a cursor it begins after `positions`; in other logs at
+    `start`, a PollRequest of which only `start` is read (default: earliest). A log that is created later is read whole.
+    `consumer` names a cursor at the service that holds retention while we poll. A batch counts as taken when the next
+    one is asked for. `on_gap(gap)` is called for records that can never be read, `on_connected(bool)` when the service
+    begins or stops to answer; both on the loop. The same is in `gaps` (a count) and `connected`. While the service does
+    not answer it is asked again after growing, random pauses; any other error ends the iteration. `next_batch` and
+    `commit` are the interface below the iteration.
 
     `mode`: how records come, see Following. It may be set at any time; no record is lost or repeated by that. Pushes
     need a client with `frames`. With `sample_period_ms` each topic has at most one record in each period.

@@ -38,7 +38,7 @@ _FORMATS: Final[dict[int, str]] = {
 
 def json_of(record: Record) -> str:
     """Returns one line of JSON."""
-    message: EncodedMessage = record.message
+    message = record.message if type(record.message) is EncodedMessage else EncodedMessage.of(record.message)
     head = {
         "topic": uris.format(message.stamp.attributes.source),
         "id": uuids.format(message.attributes.id),

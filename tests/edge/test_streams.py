@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
-from collections.abc import AsyncIterator
+import random
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +17,21 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from history.epochs.groups import Group
+from history.epochs.keeper import Keeper
 from history.log.log import Log
 from history.service.matches import Sight, Sights
 from streamer.config.edge import HttpSection
 from streamer.edge import feeds
 from streamer.edge.streams import HttpStreams
+from tests.history.test_epochs_whole import FRONTIERS, START_MS, message
 from tests.history.world import HistoryWorld, publishes
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Sample
 from uprotocol.status import UStatusError
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 A, B = uris.uri("vehicle", 0x20, 1, 0x8001), uris.uri("vehicle", 0x20, 1, 0x8002)
@@ -110,8 +116,10 @@ class Reader:
 class World(HistoryWorld):
     async def start(self, path: Path | None = None, section: HttpSection | None = None, **log: Any) -> None:
         durable = await Log.open(path / "history.db" if path else None, name="durable", **log)
-        volatile = await Log.open(None, name="volatile")
-        await self.open(durable, volatile)
+        await self.start_with(durable, await Log.open(None, name="volatile"), section=section)
+
+    async def start_with(self, *logs: Log, section: HttpSection | None = None, **service: Any) -> None:
+        await self.open(*logs, **service)
         self.callers = Callers()
         self.streams = HttpStreams(self.service, self.callers, section or HttpSection(keep_alive_s=60))
         app = web.Application()
@@ -389,10 +397,6 @@ async def test_payloads(world: World, payload: bytes, format: str, expected: tup
 
 
 async def test_a_umessage_comes_as_it_is(world: World) -> None:
-    import base64
-
-    from uprotocol.v1.umessage_pb2 import UMessage
-
     await world.publish("1")
     async with world.reader("topic=//vehicle/20/1/8001&since=earliest&format=umessage") as reader:
         event = await reader.next()
@@ -427,3 +431,34 @@ async def test_the_id_of_an_idle_client_moves_with_the_log(world: World, monkeyp
     await world.publish("1")
     async with world.reader(Last_Event_ID=reader.last_id) as again:
         assert await again.texts(1) == ["1"]
+
+
+async def test_epochs_come_whole_and_once_over_cuts(tmp_path: Path) -> None:
+    """Two signals, a value of each in every second; the client is cut after each epoch."""
+    topics = [uris.uri("car", 0x10, 1, 0x8001), uris.uri("car", 0x10, 1, 0x8002)]
+    group = Group("second", [uris.uri("car", 0x10, 1, 0xFFFF)], 1_000, timeout_ms=60_000)
+    log, now_ms, dice = await Log.open(tmp_path / "history.db", name="durable"), START_MS, random.Random(1)
+    keeper = Keeper(FRONTIERS, [group], [log], lambda: now_ms)
+    await keeper.open()
+    world = World()
+    await world.start_with(log, keeper=keeper)
+    query, found, last = "topic=//car/10/1/FFFF&epochs=atomic&since=earliest", list[Any](), ""
+    try:
+        for second in range(8):
+            now_ms = START_MS + second * 1_000
+            for topic in topics:
+                await world.append_all(log, [message(topic, now_ms + 10, dice)])
+            headers = {"Last_Event_ID": last} if last else {}
+            async with world.reader(query, **headers) as reader:
+                await reader.until_id()
+                if second:  # it ended the second before
+                    event = await reader.next()
+                    assert event is not None
+                    found.append(event.json)
+                last = reader.last_id
+        assert [one["time"][0] for one in found] == [START_MS + second * 1_000 for second in range(7)]
+        assert all(one["complete"] and len(one["records"]) == 2 for one in found)
+        assert {one["group"] for one in found} == {"second"}
+    finally:
+        keeper.close()
+        await world.finish()
