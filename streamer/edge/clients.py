@@ -27,19 +27,14 @@ WRITE_BYTES_MAX: Final = 64 << 10  # at once, to one client
 SHORT_WAIT_MS: Final = 1_000
 
 
-class CutOffError(Exception):
-    """The client takes nothing any more, or its token was withdrawn."""
-
-
 class Output:
-    """Writes to one client, in pieces, each within `send_s`."""
+    """Writes to one client. A Watchdog cuts it off while it takes nothing."""
 
-    def __init__(
-        self, response: EventSourceResponse, request: web.Request, send_s: float, counts: Counter[str]
-    ) -> None:
-        self.response, self._request, self._send_s, self._counts = response, request, send_s, counts
+    def __init__(self, response: EventSourceResponse, request: web.Request, outputs: Watchdog) -> None:
+        self.response, self._request, self._outputs = response, request, outputs
         self._lines: list[bytes] = []
         self._bytes = 0
+        self.writes_since: float | None = None  # loop time since which it takes nothing
 
     async def add(self, lines: bytes) -> None:
         self._lines.append(lines)
@@ -48,20 +43,50 @@ class Output:
             await self.flush()
 
     async def flush(self) -> None:
-        """Raises CutOffError, and ConnectionError if the client has gone."""
+        """Raises ConnectionError if the client has gone, or was cut off."""
         if not self._lines:
             return
         data = b"".join(self._lines)
         self._lines.clear()
         self._bytes = 0
-        try:
-            async with asyncio.timeout(self._send_s):
-                await self.response.write(data)
-        except TimeoutError:
+        self.writes_since = self._outputs.time()
+        await self.response.write(data)
+        self.writes_since = None
+
+    def abort(self) -> None:
+        """Cut the client off; a graceful end would wait for it, too."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+
+class Watchdog:
+    """Cuts off clients that take nothing for `send_s`: one timer for all of them."""
+
+    def __init__(self, send_s: float, counts: Counter[str]) -> None:
+        self._send_s, self._counts = send_s, counts
+        self._outputs: set[Output] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self.time = asyncio.get_running_loop().time
+
+    def watch(self, output: Output) -> None:
+        self._outputs.add(output)
+        if self._timer is None:
+            self._start()
+
+    def leave(self, output: Output) -> None:
+        self._outputs.discard(output)
+
+    def _start(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._send_s / 4, self._look)
+
+    def _look(self) -> None:
+        self._timer, since = None, self.time() - self._send_s
+        for output in [one for one in self._outputs if one.writes_since is not None and one.writes_since < since]:
             self._counts["slow"] += 1
-            if self._request.transport is not None:
-                self._request.transport.abort()  # a graceful end would wait for the client, too
-            raise CutOffError from None
+            self._outputs.discard(output)
+            output.abort()
+        if self._outputs:
+            self._start()
 
 
 class StreamClient:
@@ -74,7 +99,7 @@ class StreamClient:
         self._query, self._caller = query, caller
 
     async def run(self, before: ReaderState, first: Accepted, is_allowed: Callable[[], bool]) -> None:
-        """Write until the client goes. `first`: the answer to the first request, behind `before`. Raises CutOffError,
+        """Write until the client goes. `first`: the answer to the first request, behind `before`. Raises
         ConnectionError."""
         await self._write(before, first)
         # an id without data is no event: it is what a client shows that loses its connection before the first event

@@ -76,7 +76,7 @@ class EpochReader:
         await self._history.read(self._caller, self._request)
 
     async def write(self, output: Output, is_allowed: Callable[[], bool]) -> None:
-        """Write until the client goes. Raises UStatusError, CutOffError, ConnectionError."""
+        """Write until the client goes. Raises UStatusError, ConnectionError."""
         await output.add(_id(self.subscriber.cursor) + b"\n")
         await output.flush()
         async for epoch in self.subscriber.epochs():

@@ -11,10 +11,9 @@ change is 400, 401 or 403.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Final, Protocol
 
 import structlog
@@ -22,7 +21,7 @@ from aiohttp import web
 from aiohttp_sse import EventSourceResponse
 
 from streamer.config.edge import HttpSection
-from streamer.edge.clients import CutOffError, Output, StreamClient
+from streamer.edge.clients import Output, StreamClient, Watchdog
 from streamer.edge.epoch_reader import EpochReader
 from streamer.edge.events import gap_of
 from streamer.edge.feeds import AGAIN, Feeds, ReadableHistory
@@ -63,6 +62,7 @@ class HttpStreams:
         self._feeds = Feeds(history)
         self.clients = self.epoch_clients = 0
         self.counts: Counter[str] = Counter()
+        self._watchdog = Watchdog(section.send_s, self.counts)
 
     def __repr__(self) -> str:
         return f"HttpStreams({self.clients} clients, {len(self._feeds)} feeds, {dict(self.counts)})"
@@ -146,23 +146,26 @@ class HttpStreams:
             reading = self._feeds.reading(caller, query.topics, query.format)
             reading.begin(since.state, since.start)
             accepted = await reading.next()  # before the answer begins: a refusal is not a stream
-            output = await self._begin(request)
-            client = StreamClient(self.counts, self._feeds, reading, output, query, caller)
-            with contextlib.suppress(CutOffError, ConnectionError):
+            async with self._output(request) as output:
+                client = StreamClient(self.counts, self._feeds, reading, output, query, caller)
                 await client.run(since.state, accepted, lambda: self._callers.still_allowed(request, caller))
-            return await self._end(output)
+            return output.response
 
-    async def _begin(self, request: web.Request) -> Output:
+    @contextlib.asynccontextmanager
+    async def _output(self, request: web.Request) -> AsyncIterator[Output]:
+        """Begins the answer, and ends it. A client that has gone is no error."""
         section = self._section
         response = EventSourceResponse(sep="\n", ping_interval=section.keep_alive_s, send_timeout=section.send_s)
         await response.prepare(request)
-        return Output(response, request, section.send_s, self.counts)
-
-    async def _end(self, output: Output) -> web.StreamResponse:
-        output.response.stop_streaming()
-        with contextlib.suppress(asyncio.CancelledError):
-            await output.response.wait()
-        return output.response
+        output = Output(response, request, self._watchdog)
+        self._watchdog.watch(output)
+        try:
+            with contextlib.suppress(ConnectionError):
+                yield output
+        finally:
+            self._watchdog.leave(output)
+            response.stop_streaming()
+        await response.wait()
 
     async def _stream_epochs(self, request: web.Request, caller: UUri, query: Query) -> web.StreamResponse:
         if self.epoch_clients >= EPOCH_CLIENTS_MAX:
@@ -171,13 +174,11 @@ class HttpStreams:
         try:
             reader = EpochReader(self._history, caller, query)
             await reader.check()
-            output = await self._begin(request)
-            try:
-                async with reader.subscriber:
+            async with self._output(request) as output, reader.subscriber:
+                try:
                     await reader.write(output, lambda: self._callers.still_allowed(request, caller))
-            except (CutOffError, ConnectionError, UStatusError) as error:
-                if isinstance(error, UStatusError):
+                except UStatusError as error:
                     log.warning("a stream of epochs ends", error=str(error))
-            return await self._end(output)
+            return output.response
         finally:
             self.epoch_clients -= 1

@@ -16,7 +16,7 @@ from history.log.log import Log
 from history.reading.acceptor import ReaderState
 from history.service.service import HistoryService
 from streamer.edge import feeds
-from streamer.edge.clients import CutOffError, Output, StreamClient
+from streamer.edge.clients import Output, StreamClient, Watchdog
 from streamer.edge.feeds import Feeds
 from streamer.edge.positions import StreamStart, position_text
 from streamer.edge.query import Query
@@ -73,7 +73,12 @@ class Phone:
             reading = self.shared.reading(CLIENT, WANTED, "json")
             reading.begin(since.state, since.start)
             client = StreamClient(
-                Counter(), self.shared, reading, Output(response, request, 60, Counter()), Query(tuple(WANTED)), CLIENT
+                Counter(),
+                self.shared,
+                reading,
+                Output(response, request, Watchdog(60, Counter())),
+                Query(tuple(WANTED)),
+                CLIENT,
             )
             running = asyncio.create_task(self._read(client, since.state, reading))
             await asyncio.wait([running], timeout=self.rng.choice([0.01, 1, 5, 20, 60]))
@@ -119,7 +124,7 @@ async def _play(seed: int, kept: int) -> None:
         for task in tasks:
             task.cancel()
         done = await asyncio.gather(*tasks, return_exceptions=True)
-        assert not [one for one in done if isinstance(one, Exception) and not isinstance(one, CutOffError)]
+        assert not [one for one in done if isinstance(one, Exception)]
         shared.close()
         await world.close()
     assert kept

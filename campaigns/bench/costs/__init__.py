@@ -5,12 +5,24 @@ disk.py         bytes written per message     subscribing.py  one more subscript
 describing.py   Describe                      brokers.py      MQTT: a far broker, a small window, one at a time
 slow.py         a slow processor              elsewhere.py    a fleet, DDS
 following.py    a gateway that follows another one      epochs.py  an append, with and without epochs
+edge.py         clients of the HTTP edge
 """
 
 from collections.abc import Callable
 from typing import Final
 
-from campaigns.bench.costs import brokers, describing, disk, elsewhere, epochs, following, slow, subscribing, topics
+from campaigns.bench.costs import (
+    brokers,
+    describing,
+    disk,
+    edge,
+    elsewhere,
+    epochs,
+    following,
+    slow,
+    subscribing,
+    topics,
+)
 from campaigns.bench.costs.common import Figures, Setting
 
 COSTS: Final[dict[str, Callable[[Setting], Figures]]] = {
@@ -31,4 +43,5 @@ COSTS: Final[dict[str, Callable[[Setting], Figures]]] = {
     "following": following.road,
     "following_polls": following.polls,
     "epochs": epochs.measure,
+    "edge": edge.measure,
 }
