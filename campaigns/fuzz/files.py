@@ -28,8 +28,9 @@ from storage import disk as disks
 from streamer import config
 from streamer.config import AdminSection
 from streamer.demo import drive
+from streamer.edge.lines import Line, Lines
 from streamer.egress import paused as pauses
-from streamer.operating.http_port import HttpPort, Line
+from streamer.operating.http_port import LIMITS, HttpPort
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2
@@ -327,17 +328,16 @@ class _Client(asyncio.Transport):
 @target
 def admin_request(data: bytes) -> None:
     async def run() -> bytes:
-        port, client = (
-            HttpPort({"/metrics": lambda: (200, "text/plain", b"metric 1\n")}, {}, AdminSection()),
-            _Client(),
-        )
-        line = Line((await port.serve())(), None, {})
+        port, client = HttpPort({"/metrics": lambda: (200, "text/plain", b"metric 1\n")}, {}, AdminSection()), _Client()
+        lines = Lines(LIMITS)
+        listener = port.listener("127.0.0.1:0", lines)
+        line = Line((await listener.serve())(), lines)
         line.connection_made(client)
         line.data_received(data)
         for _ in range(TURNS):
             await asyncio.sleep(0)
         line.connection_lost(None)
-        await port.close()
+        await listener.close()
         return client.data
 
     answer = loop().run_until_complete(run())

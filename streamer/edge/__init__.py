@@ -10,4 +10,5 @@ feeds.py              Feeds: one reader of the history for all clients that read
 epoch_reader.py       Whole epochs for one client
 positions.py          How far a client has read: the id of an event
 events.py             What a client gets of a record
+lines.py              What the HTTP ports share: the limits of their connections, and files that are read again
 """

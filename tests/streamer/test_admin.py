@@ -88,8 +88,8 @@ async def test_every_request_has_an_answer(port: int, request_: bytes, status: b
 async def test_who_sends_too_much_or_nothing_is_let_go_and_the_next_one_served(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert await ask(port, b"GET /" + b"x" * (2 * ports.REQUEST_BYTES_MAX) + b" HTTP/1.1\r\nHost: x\r\n\r\n") == b""
-    monkeypatch.setattr(ports, "REQUEST_TIMEOUT_S", 0.05)
+    assert await ask(port, b"GET /" + b"x" * (2 * ports.LIMITS.head_bytes_max) + b" HTTP/1.1\r\nHost: x\r\n\r\n") == b""
+    monkeypatch.setattr(ports.LIMITS, "head_s", 0.05)
     assert await ask(port, b"GET /healthz HT") == b""
     assert await ask(port, b"") == b""
     assert await ask(port, b"\r\n\r\n") == b""
@@ -181,7 +181,7 @@ async def test_of_connections_beyond_the_limit_the_oldest_are_closed(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client with many open connections does not lock out a monitor."""
-    monkeypatch.setattr(ports, "CONNECTIONS_MAX", 3)
+    monkeypatch.setattr(ports.LIMITS, "connections_max", 3)
     idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
     for oldest in range(6):
         assert b"alive" in await ask(port, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -240,7 +240,7 @@ async def test_nothing_is_answered_without_the_token(
 async def test_with_a_certificate_there_is_tls_alone_and_the_limits_hold(
     guard: AdminSection, trusting: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ports, "CONNECTIONS_MAX", 3)
+    monkeypatch.setattr(ports.LIMITS, "connections_max", 3)
     token = "Bearer s3cret-of-the-monitor"
     vehicles = [{"vehicle": number} for number in range(2_000)]
     async with admins.Admin("127.0.0.1:0", list, vehicles=lambda: vehicles, guard=guard) as admin:
@@ -248,14 +248,14 @@ async def test_with_a_certificate_there_is_tls_alone_and_the_limits_hold(
         _, body = await asyncio.to_thread(fetch, f"{url}/vehicles", token, trusting)
         assert [json.loads(line) for line in body.splitlines()] == vehicles
         assert not await ask(admin.port, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"), "not without TLS"
-        monkeypatch.setattr(ports, "REQUEST_TIMEOUT_S", 0.5)
+        monkeypatch.setattr(ports.LIMITS, "head_s", 0.5)
         silent = [await asyncio.open_connection("127.0.0.1", admin.port) for _ in range(3)]  # no handshake comes
         for reader, _ in silent:
             with contextlib.suppress(ConnectionResetError):
                 assert await asyncio.wait_for(reader.read(), 20) == b"", "let go"
         for _, writer in silent:
             writer.close()
-        monkeypatch.setattr(ports, "REQUEST_TIMEOUT_S", 20)
+        monkeypatch.setattr(ports.LIMITS, "head_s", 20)
         assert (await asyncio.to_thread(fetch, f"{url}/healthz", token, trusting))[0] == 200
 
         def early_and_large() -> bytes:
@@ -264,7 +264,7 @@ async def test_with_a_certificate_there_is_tls_alone_and_the_limits_hold(
                 trusting.wrap_socket(plain, server_hostname="127.0.0.1") as line,
                 contextlib.suppress(OSError),
             ):
-                line.sendall(b"GET /healthz HTTP/1.1\r\nX: " + b"x" * 2 * ports.REQUEST_BYTES_MAX)
+                line.sendall(b"GET /healthz HTTP/1.1\r\nX: " + b"x" * 2 * ports.LIMITS.head_bytes_max)
                 return line.recv(10)
             return b""
 
