@@ -11,7 +11,7 @@ import asyncio
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from google.protobuf.message import Message
 
@@ -64,6 +64,9 @@ from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest
 
+if TYPE_CHECKING:
+    from streamer.grip.channels import Channels
+
 FOLLOW_MS_MIN: Final = 500  # shortest and ...
 FOLLOW_MS_MAX: Final = 60_000  # ... longest pause between attempts to follow a history
 ANNOUNCEMENT_TTL_MS: Final = 5_000  # announcements are repeated
@@ -107,6 +110,7 @@ class Assembly:
         self._make_services()
         self._make_walk(window)
         self._make_networks()
+        self.channels = self._channels()
         self._make_reports()
 
     def _backoff(self) -> Backoff:
@@ -257,6 +261,21 @@ class Assembly:
             followed=self.follows.services,
         )
 
+    def _channels(self) -> Channels | None:
+        """Returns the GRIP channels; None if there are none."""
+        config = self.config
+        if not config.channel:
+            return None
+        from streamer.grip.channels import Channels, Outlet  # imports aiohttp (0.1 s, 11 MiB) only if needed
+        from streamer.grip.link import Links
+        from streamer.grip.signatures import Signer
+
+        key = config.grip.sig_key_file
+        sign = None if key is None else Signer(key, config.grip.sig_issuer, self.runtime.now_ms).sign
+        links = Links(sign, answer_bytes_max=config.limits.message_bytes_max)  # a record for each page
+        outlet = Outlet(self.dispatch, self.entry, self.home, self.follows.append)
+        return Channels(config.channel, config.grip.sequence_wait_s, outlet, links, self.losses.channel_gap)
+
     def _make_reports(self) -> None:
         config = self.config
         used = (one for one in parts.certificates_of(config) if one[0] or config.streamer.admin is not None)
@@ -307,6 +326,8 @@ class Assembly:
             found += self.embedded.conditions()
         found += self._interest_conditions()
         found += [*self.claims.conditions(), *self.handovers.conditions(), *self.follows.conditions()]
+        if self.channels is not None:
+            found += self.channels.conditions()
         if not self.ready.is_set():
             found.append(Condition(STARTING, is_fatal=True))
         return found
@@ -364,6 +385,8 @@ class Assembly:
         yield from self.claims.samples()
         yield from self.handovers.samples()
         yield from self.follows.samples()
+        if self.channels is not None:
+            yield from self.channels.samples()
         for endpoint, setting, expires_s in self.certificates:
             yield "certificate_expires_seconds", (endpoint, setting), expires_s
 

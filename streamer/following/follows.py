@@ -46,6 +46,7 @@ PUBLISHERS_OF_ONE_MAX: Final = 64
 # announced publishers that are remembered until somebody wants a topic of theirs; others announce themselves again
 IDLE_MAX: Final = 4_096
 BEGIN_S_MAX: Final = 2.0  # a Subscribe waits so long for a new history to be followed; its caller waits longer
+OTHERS: Final = "@"  # begins the keys of positions that other parts keep in the log
 RUSHED_S: Final = 60.0  # no Subscribe waits for so long after one that waited in vain: all others wait behind it
 
 GATEWAYS: Final = uris.uri(uris.WILDCARD_AUTHORITY, ids.ENTITY, ids.VERSION, ids.ANNOUNCEMENTS)
@@ -100,7 +101,7 @@ class Follows(Intake, UListener):
         for endpoint in self._endpoints:
             self._load(endpoint)
         for key in self.logs.durable.followed.positions():
-            if not key.startswith(COVERED) and key.partition(":")[0] not in self._endpoints:
+            if not key.startswith((COVERED, OTHERS)) and key.partition(":")[0] not in self._endpoints:
                 log.warning("a history was followed at an endpoint that is not configured", service=key)
 
     def _load(self, endpoint: Endpoint) -> None:

@@ -67,9 +67,14 @@ class Item:
     @property
     def content(self) -> bytes:
         """The bytes that it carries: of the stream format, else of the response."""
-        if self.stream is not None:
+        if self.stream is not None and not self.stream.closes:
             return self.stream.content
         return self.response.body if self.response is not None else b""
+
+    @property
+    def has_content(self) -> bool:
+        """False: it only closes streams."""
+        return self.response is not None or (self.stream is not None and not self.stream.closes)
 
     @property
     def size(self) -> int:

@@ -99,6 +99,7 @@ FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], s
     "followed_records": (COUNTER, "endpoint what", "Followed records and copies of them, by what was done with them"),
     "epochs": (COUNTER, "group what", "Records of groups that have epochs, and how the epochs ended"),
     "epochs_open": (GAUGE, "group", "Epochs that are open"),
+    "grip_items": (COUNTER, "what", "Items of GRIP channels, and what was done with them"),
     "consumers": (GAUGE, "", "Names of consumers that have an owner"),
     "gaps": (COUNTER, "", "Gaps that were reported"),
     "ready": (GAUGE, "", "1 while /readyz answers 200: ready or degraded"),

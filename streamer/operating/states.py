@@ -217,6 +217,11 @@ class LossReports:
         log.error("records that were followed are lost", service=uris.format(service), gap=str(gap).replace("\n", " "))
         self._gaps.add(gap, "", what)
 
+    def channel_gap(self, channel: str, topic: UUri, what: str) -> None:
+        """Reports that items of a GRIP channel never came."""
+        log.error("items of a channel are lost", channel=channel, topic=uris.format(topic), what=what)
+        self._gaps.add(Gap(reason=Gap.REASON_NETWORK), "", f"of {uris.format(topic)}, channel {channel!r}: {what}")
+
     def subscriptions_lost(self, changes: int) -> None:
         what = f"{changes} changes of subscriptions are lost: who subscribed or unsubscribed lately has to do so again"
         self._durable.losses.report(damages.SUBSCRIPTIONS, what)

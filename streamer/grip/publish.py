@@ -1,0 +1,70 @@
+"""POST /publish/: a request of a publisher, as Pushpin takes it.
+
+request -> JWT (401) -> JSON? (415) -> items (400) -> Channels -> 200 "Published", once all items are committed
+                                                            '-> too many (429), the log can't be written (503)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+from aiohttp import web
+
+from streamer.grip.items import Item, read_items
+from streamer.grip.signatures import PublisherKey
+from uprotocol.status import UStatusError
+from uprotocol.transport import MESSAGE_BYTES_MAX
+from uprotocol.v1.ucode_pb2 import UCode
+
+PATH: Final = "/publish/"
+RETRY_AFTER_S: Final = 1
+BODY_BYTES_AT_ONCE: Final = 1 << 16  # a larger body is read beside the loop
+
+_STATUSES: Final = {
+    UCode.INVALID_ARGUMENT: 400,
+    UCode.NOT_FOUND: 400,
+    UCode.UNAUTHENTICATED: 401,
+    UCode.RESOURCE_EXHAUSTED: 429,
+    UCode.UNAVAILABLE: 503,
+}
+
+Publish = Callable[[Sequence[Item]], Awaitable[None]]
+
+
+class PublishHandler:
+    """`publish`: takes the items, and returns once they are committed. `key`: None, if publishers need no JWT: then a
+    page of a browser may not publish."""
+
+    def __init__(self, publish: Publish, key: PublisherKey | None, content_bytes_max: int = MESSAGE_BYTES_MAX) -> None:
+        self._publish, self._key, self._content_bytes_max = publish, key, content_bytes_max
+
+    async def post(self, request: web.Request) -> web.StreamResponse:
+        """Returns the answer. The server limits the body."""
+        try:
+            if self._key is not None:
+                await self._key.check(request.headers.get("Authorization"))
+            elif "Origin" in request.headers:
+                return _answer(403, "expected a publisher, got a page of a browser: give grip.publish_key_file")
+            if request.content_type != "application/json":
+                return _answer(415, f"expected Content-Type: application/json, got {request.content_type}")
+            items = await self._read(await request.read())
+            await self._publish(items)
+        except UStatusError as error:
+            return _answer(_STATUSES.get(error.code, 500), error.message)
+        return _answer(200, "Published")
+
+    async def _read(self, body: bytes) -> list[Item]:
+        if len(body) <= BODY_BYTES_AT_ONCE:
+            return read_items(body, self._content_bytes_max)
+        return await asyncio.to_thread(read_items, body, self._content_bytes_max)
+
+
+def _answer(status: int, text: str) -> web.Response:
+    response = web.Response(status=status, text=f"{text}\n")
+    if status in (429, 503):
+        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+    elif status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response
