@@ -17,7 +17,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 PYTHON: Final = "3.11"  # the oldest supported one; newer ones have lines of their own if they need other versions
 ALL: Final = "requirements.lock"
 GATEWAY: Final = "deploy/requirements.lock"
-GATEWAY_EXTRAS: Final = ("zenoh", "mqtt5", "dds")
+GATEWAY_EXTRAS: Final = ("zenoh", "mqtt5", "dds", "http")
 BUILD: Final = "requirements-build.lock"
 BUILD_EXTRAS: Final = ("build",)
 # a line `coverage==1` does not keep pip 23 from taking a newer `coverage[toml]`, which it then refuses: it has no hash

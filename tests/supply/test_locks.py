@@ -22,7 +22,7 @@ EXTRAS: Final = r"(?:\[[\w.,-]+\])?"
 PYTHONS: Final = ("3.11", "3.12", "3.13")
 LOCKS: Final = {  # and the extras that each is made of
     "requirements.lock": tuple(PROJECT["optional-dependencies"]),
-    "deploy/requirements.lock": ("zenoh", "mqtt5", "dds"),
+    "deploy/requirements.lock": ("zenoh", "mqtt5", "dds", "http"),
     "requirements-build.lock": ("build",),
 }
 
