@@ -135,8 +135,13 @@ class Streamer(ChangeableAssembly):
         yield Part("claims", run=self.claims.watch)
         yield Part("hand-overs", run=self.handovers.run)
         yield Part("follows", start=self.follows.start, stop=self.follows.stop)
+<<<<<<< HEAD
         if self.channels is not None:
             yield Part("channels", stop=self.channels.close)
+=======
+        if self.edge is not None:
+            yield Part("HTTP edge", start=self.edge.open, run=self.edge.run, stop=self.edge.close)
+>>>>>>> 18061130 (Serve HTTP clients and GRIP publishers at addresses of their own)
         yield Part("networks that listen", start=self._wait_for_networks)
         yield Part("certificates", start=self.certificates.look, run=self.certificates.run)
         if self.admin is not None:  # `run` opens it before all parts; it is closed first

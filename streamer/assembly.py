@@ -21,6 +21,8 @@ from history.service.service import HistoryService
 from storage.runtime import Runtime
 from streamer import parts
 from streamer.config import Config, patterns
+from streamer.edge.edge import Handlers, HttpEdge
+from streamer.edge.places import Places
 from streamer.egress.claims import Claims
 from streamer.egress.holds import SHOWN_AFTER_S, Label
 from streamer.egress.paused import FILE, Paused
@@ -60,12 +62,20 @@ from uprotocol.communication.shares import CALLERS_SHARE
 from uprotocol.core.ustreamer import ids
 from uprotocol.message import UMessageBuilder
 from uprotocol.pacing import Backoff, Pace
+from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
+from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest
 
 if TYPE_CHECKING:
+<<<<<<< HEAD
     from streamer.grip.channels import Channels
+=======
+    from aiohttp import web
+
+    from streamer.edge.callers import Callers
+>>>>>>> 18061130 (Serve HTTP clients and GRIP publishers at addresses of their own)
 
 FOLLOW_MS_MIN: Final = 500  # shortest and ...
 FOLLOW_MS_MAX: Final = 60_000  # ... longest pause between attempts to follow a history
@@ -260,6 +270,11 @@ class Assembly:
             keeper=keeper,
             followed=self.follows.services,
         )
+        self.edge = HttpEdge(config, self._edge_handlers) if HttpEdge.is_wanted(config) else None
+
+    def _edge_handlers(self, callers: Callers | None, places: Places) -> Handlers:
+        """Connects what answers requests at the HTTP edge."""
+        return Handlers(stream=_not_there_yet, proxied=None, publish=_not_there_yet)
 
     def _channels(self) -> Channels | None:
         """Returns the GRIP channels; None if there are none."""
@@ -326,8 +341,13 @@ class Assembly:
             found += self.embedded.conditions()
         found += self._interest_conditions()
         found += [*self.claims.conditions(), *self.handovers.conditions(), *self.follows.conditions()]
+<<<<<<< HEAD
         if self.channels is not None:
             found += self.channels.conditions()
+=======
+        if self.edge is not None:
+            found += self.edge.conditions()
+>>>>>>> 18061130 (Serve HTTP clients and GRIP publishers at addresses of their own)
         if not self.ready.is_set():
             found.append(Condition(STARTING, is_fatal=True))
         return found
@@ -385,8 +405,13 @@ class Assembly:
         yield from self.claims.samples()
         yield from self.handovers.samples()
         yield from self.follows.samples()
+<<<<<<< HEAD
         if self.channels is not None:
             yield from self.channels.samples()
+=======
+        if self.edge is not None:
+            yield from self.edge.samples()
+>>>>>>> 18061130 (Serve HTTP clients and GRIP publishers at addresses of their own)
         for endpoint, setting, expires_s in self.certificates:
             yield "certificate_expires_seconds", (endpoint, setting), expires_s
 
@@ -406,6 +431,7 @@ class Assembly:
             *self.paused.notes(),
             *(one.problem for one in self._held("unheard")),
             *self.certificates.notes(),
+            *(() if self.edge is None else self.edge.notes()),
         ]
 
     def topics_of(self, authority: str) -> int:
@@ -428,3 +454,7 @@ class Assembly:
     async def _publish(self, topic: UUri, payload: Message) -> None:
         """Publishes on a topic of core.ustreamer."""
         await self.hosted.send(UMessageBuilder.publish(topic).with_id(uuids.new()).pack(payload))
+
+
+async def _not_there_yet(request: web.Request) -> web.StreamResponse:
+    raise UStatusError(UCode.UNAVAILABLE, f"{request.path} is not built yet")

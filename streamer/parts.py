@@ -29,6 +29,7 @@ from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import USUBSCRIPTION, AccessEntry, AccessPattern, HostedTransport
 from streamer.walk.ingress import IdWindow, Logs
 from streamer.walk.view import Rule
+from transports import certificates
 from transports import plugin as plugins
 from transports.base import TransportSettings
 from transports.certificates import CertificateFile
@@ -341,8 +342,10 @@ def rule_of(section: RuleSection) -> Rule:
 
 
 def certificates_of(config: Config) -> Iterator[tuple[str, CertificateFile]]:
-    """Yields each configured certificate with its endpoint's name; "" for the admin port, open or not."""
+    """Yields each configured certificate with its endpoint's name; "" for the admin port, open or not, EDGE for the
+    HTTP edge."""
     yield from (("", file) for file in config.admin.certificate_files)
+    yield from ((certificates.EDGE, file) for file in config.http.certificate_files)
     for section in config.endpoint:
         yield from ((section.name, file) for file in certificates_of_endpoint(section))
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 LOOK_S: Final = 60.0  # between two checks of the files: a renewal may take days
 DAY_S: Final = 86_400
 SOON_S: Final = 14 * DAY_S  # so long before its expiry a certificate is reported
+EDGE: Final = "[http]"  # in place of an endpoint's name, which can't be that
 FILE_BYTES_MAX: Final = 4 << 20  # the bundle of a system has 250 KiB
 
 _PEM: Final = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
@@ -194,7 +195,7 @@ def load_pair(context: ssl.SSLContext, certificate: Path, key: Path | None) -> N
 class _WatchedFile:
     """The state of one file."""
 
-    owner: str  # the endpoint's name; "": the admin port
+    owner: str  # the endpoint's name; "": the admin port; EDGE
     file: CertificateFile
     stamp: FileStamp = ()
     expires_s: float | None = None  # None: it can't be read
@@ -206,7 +207,7 @@ class Expiries:
     """When the configured certificates expire. `run` is its only task; everything else may be called at any time."""
 
     def __init__(self, files: Iterable[tuple[str, CertificateFile]], now_ms: Callable[[], int]) -> None:
-        """`files`: with the name of the endpoint, "" for the admin port. `now_ms`: Unix milliseconds."""
+        """`files`: with the name of the endpoint, "" for the admin port, EDGE. `now_ms`: Unix milliseconds."""
         self._known = [_WatchedFile(owner, file) for owner, file in files]
         self._now_ms = now_ms
 
@@ -269,7 +270,7 @@ class Expiries:
         return [self._sentence(one) for one in self._known if self._state(one)]
 
     def _sentence(self, one: _WatchedFile) -> str:
-        whose = f"endpoint {one.owner}" if one.owner else "the admin port"
+        whose = {"": "the admin port", EDGE: "the HTTP edge"}.get(one.owner, f"endpoint {one.owner}")
         what = f"{whose}: {one.file.setting} {one.file.path}"
         if one.expires_s is None:
             return f"{what} {one.trouble}"

@@ -12,9 +12,12 @@ import json
 import shutil
 import sqlite3
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
+
+from aiohttp import web
 
 from campaigns.fuzz.registry import refusing, target
 from campaigns.fuzz.services import loop, paused
@@ -27,8 +30,13 @@ from spark_ingest.decode import Decoder, RecordColumns
 from storage import disk as disks
 from streamer import config
 from streamer.config import AdminSection
+from streamer.config.edge import HttpSection
 from streamer.demo import drive
-from streamer.edge.lines import Line, Lines
+from streamer.edge.callers import Callers
+from streamer.edge.lines import Line, Lines, Listener
+from streamer.edge.places import Places
+from streamer.edge.server import EdgeServer
+from streamer.edge.tokens import read_tokens
 from streamer.egress import paused as pauses
 from streamer.operating.http_port import LIMITS, HttpPort
 from uprotocol import uri as uris
@@ -274,6 +282,14 @@ def config_toml(data: bytes) -> None:
 
 
 @target
+def edge_tokens(data: bytes) -> None:
+    with refusing(INVALID):
+        found = read_tokens(data)
+        assert found
+        assert all(len(digest) == 32 and uris.parse(uris.format(one)) == one for digest, one in found.items())
+
+
+@target
 def csv_drive(data: bytes) -> None:
     with refusing(INVALID):
         found = drive.read(data.decode(errors="replace"))
@@ -312,6 +328,11 @@ class _Client(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.data, self.closed = b"", False
+        self.line: asyncio.BaseProtocol | None = None
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        assert self.line is not None
+        return self.line
 
     def write(self, data: Any) -> None:
         self.data += bytes(data)
@@ -325,13 +346,12 @@ class _Client(asyncio.Transport):
         return self.closed
 
 
-@target
-def admin_request(data: bytes) -> None:
+def _answers(make: Callable[[], Listener], data: bytes) -> bytes:
+    """What a client gets that sends `data` to a port, within some turns of the loop."""
+
     async def run() -> bytes:
-        port, client = HttpPort({"/metrics": lambda: (200, "text/plain", b"metric 1\n")}, {}, AdminSection()), _Client()
-        lines = Lines(LIMITS)
-        listener = port.listener("127.0.0.1:0", lines)
-        line = Line((await listener.serve())(), lines)
+        listener, client = make(), _Client()
+        client.line = line = Line((await listener.serve())(), listener.lines)
         line.connection_made(client)
         line.data_received(data)
         for _ in range(TURNS):
@@ -340,7 +360,36 @@ def admin_request(data: bytes) -> None:
         await listener.close()
         return client.data
 
-    answer = loop().run_until_complete(run())
+    return loop().run_until_complete(run())
+
+
+@target
+def edge_request(data: bytes) -> None:
+    section = HttpSection(listen="127.0.0.1:0", origins=["https://app.example.com"])
+
+    def make() -> Listener:
+        callers, places = Callers(section, "vehicle1"), Places(10)
+
+        async def stream(request: web.Request) -> web.StreamResponse:
+            return web.Response(text=uris.format(await callers.of(request)))
+
+        async def proxied(request: web.Request) -> web.StreamResponse:
+            return web.Response(body=await request.read())
+
+        return EdgeServer(section, stream, proxied, callers=callers, places=places).http_server.listener()
+
+    answer = _answers(make, data)
+    assert not answer or answer.startswith(b"HTTP/")
+    assert b"this request has failed" not in answer
+
+
+@target
+def admin_request(data: bytes) -> None:
+    def make() -> Listener:
+        port = HttpPort({"/metrics": lambda: (200, "text/plain", b"metric 1\n")}, {}, AdminSection())
+        return port.listener("127.0.0.1:0", Lines(LIMITS))
+
+    answer = _answers(make, data)
     assert not answer or answer.startswith(b"HTTP/")
     if answer:
         head, body = answer.split(b"\r\n\r\n", 1)

@@ -21,6 +21,7 @@ from streamer import config as configs
 from streamer.commands import cursors, terminal
 from streamer.commands.options import LOG_NAME, AsJson, ConfigFile
 from streamer.config import Config, Location, line_of
+from streamer.edge import tokens
 from streamer.egress import paused as pauses
 from transports import certificates
 from transports import plugin as plugins
@@ -102,11 +103,23 @@ def _summary(config: Config) -> Iterator[str]:
     guards = [word for word, file in (("TLS", admin.cert_file), ("a token", admin.token_file)) if file is not None]
     port = config.streamer.admin
     yield f"admin port: {port}{', with ' + ' and '.join(guards) if guards else ''}" if port else "admin port: none"
+    yield from _edge(config)
     if config.access:
         yield f"access to the history: {len(config.access)} entries beside the rules"
     for location, file in _certificate_files(config):
         ends = datetime.fromtimestamp(certificates.expires_s(file), UTC)
         yield f"certificate: {'.'.join(map(str, location))} {file.path} until {ends:%Y-%m-%d}"
+
+
+def _edge(config: Config) -> Iterator[str]:
+    """Yields lines on the HTTP edge, if there is one."""
+    http, grip = config.http, config.grip
+    if http.listen is not None:
+        guards = [word for word, file in (("TLS", http.cert_file), ("tokens", http.tokens_file)) if file is not None]
+        yield f"HTTP edge: {http.listen}{', with ' + ' and '.join(guards) if guards else ''}"
+    if grip.publish is not None:
+        guard = "" if grip.publish_key_file is None else ", with a signature"
+        yield f"GRIP publishers: {grip.publish}{guard}; {len(config.channel)} channels, {len(config.proxy)} backends"
 
 
 def _as_dict(config: Config, notes: list[str], paused: list[pauses.Pause]) -> dict[str, object]:
@@ -177,17 +190,27 @@ def findings(config: Config, text: str) -> list[Finding]:
         elif any(SECRET.search(str(part)) for part in location) and path.stat().st_mode & stat.S_IROTH:
             what = f"everybody on this machine can read it: chmod o-r {path}"
             found.append(Finding(line_of(text, location), f"{where}: {what}", fatal=False))
+    found += _mistakes_of_tokens(config, text, unusable)
     for location, file in _certificate_files(config):
         if not {file.path, file.key} & unusable and (what := certificates.mistake(file, time.time())):
             found.append(Finding(line_of(text, location), f"{'.'.join(map(str, location))}: {file.path} {what}"))
     return sorted(found, key=lambda one: one.line)
 
 
+def _mistakes_of_tokens(config: Config, text: str, unusable: set[Path]) -> Iterator[Finding]:
+    if config.http.tokens_file is None or config.http.tokens_file in unusable:
+        return
+    try:
+        tokens.read_file(config.http.tokens_file)
+    except UStatusError as error:
+        yield Finding(line_of(text, ("http", "tokens_file")), error.message)
+
+
 def _certificate_files(config: Config) -> Iterator[tuple[Location, CertificateFile]]:
     from streamer.parts import certificates_of
 
     places: dict[str, Location] = {one.name: ("endpoint", at, "settings") for at, one in enumerate(config.endpoint)}
-    places[""] = ("admin",)
+    places[""], places[certificates.EDGE] = ("admin",), ("http",)
     for owner, file in certificates_of(config):
         yield (*places[owner], *file.setting.split(".")), file
 

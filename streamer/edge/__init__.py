@@ -3,6 +3,12 @@
 connection -> Line: limits -> TLS -> aiohttp -> /stream: who asks? -> HttpStreams -> history
                                              '-> a prefix of [[proxy]] -> streamer/grip
 
+edge.py               The HTTP edge as a part of the streamer
+server.py             The HTTP servers: for clients at http.listen, and for publishers at grip.publish
+lines.py              What the HTTP ports share: the limits of their connections, and files that are read again
+callers.py            Who asks: the uEntity of a token, and which pages of a browser may ask
+tokens.py             The file of tokens: a line for each client, its uEntity and its token
+places.py             Places: the clients that hold a connection, and what the edge refused
 streams.py            GET /stream: server-sent events, or a page of them
 query.py              The parameters of a request
 clients.py            One client of a stream, and the output to it
@@ -10,5 +16,4 @@ feeds.py              Feeds: one reader of the history for all clients that read
 epoch_reader.py       Whole epochs for one client
 positions.py          How far a client has read: the id of an event
 events.py             What a client gets of a record
-lines.py              What the HTTP ports share: the limits of their connections, and files that are read again
 """

@@ -68,7 +68,7 @@ class Lines:
         return line in self._open
 
     def admit(self, line: Line) -> bool:
-        """Makes room for one more. Returns False if there is none."""
+        """Returns False if there may be no more; it first closes an idle one for it."""
         if len(self._open) >= self.limits.connections_max:
             last = next(iter(self._idle), None)
             self.refused["connections"] += 1
@@ -113,6 +113,7 @@ class Line(asyncio.Protocol):
         self._is_busy = False  # with a request
         self.is_answering = False  # the answer to it has begun; set by who begins it
         self._early = b""  # data received before that
+        self._number = 0  # of the last request
         self._has_head = False  # of the next request
         self._tail = b""  # the end of what has come without it
         self._bytes_left = lines.limits.head_bytes_max
@@ -130,14 +131,14 @@ class Line(asyncio.Protocol):
             transport.abort()
             return
         self._within(self._lines.limits.head_s, "slow head")
-        self._notice_who_is_gone(transport)
+        self._limit_silence(transport)
         if self._lines.tls is None:
             self._serve(transport)
         else:
             transport.pause_reading()
             self._securing = asyncio.create_task(self._secure(transport, self._lines.tls), name="TLS")
 
-    def _notice_who_is_gone(self, transport: asyncio.Transport) -> None:
+    def _limit_silence(self, transport: asyncio.Transport) -> None:
         """The system's limit for what was sent and not confirmed is 15 minutes."""
         send_s, opened = self._lines.limits.send_s, transport.get_extra_info("socket")
         if send_s is not None and opened is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -168,17 +169,21 @@ class Line(asyncio.Protocol):
 
     # Requests
 
-    def begin(self, body_is_whole: Callable[[], bool]) -> None:
-        """The head of a request has arrived."""
+    def begin(self, body_is_whole: Callable[[], bool]) -> int:
+        """The head of a request has arrived. Returns its number, for `end`."""
         limits = self._lines.limits
         self._is_busy, self.is_answering = True, False
+        self._number += 1
         self._lines.busy(self)
         self._stop_timer()
         if not body_is_whole():
             self._within(limits.body_s, "slow body", body_is_whole)
+        return self._number
 
-    def end(self, body_is_whole: Callable[[], bool]) -> None:
+    def end(self, number: int, body_is_whole: Callable[[], bool]) -> None:
         """The request is answered. The rest of its body, if it has one, is read and forgotten by aiohttp."""
+        if number != self._number:
+            return  # the next one has begun
         self._is_busy = False
         self._lines.idle(self)
         self._stop_timer()

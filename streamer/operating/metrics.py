@@ -80,7 +80,8 @@ FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], s
     "certificate_expires_seconds": (
         GAUGE,
         "endpoint setting",
-        "Unix time in seconds at which a configured certificate expires; endpoint is empty for the admin port",
+        "Unix time in seconds at which a configured certificate expires; endpoint is empty for the admin port, [http] "
+        "for the HTTP edge",
     ),
     "authorities": (GAUGE, "", "Source authorities that are known"),
     "busy": (GAUGE, "", "Share of its time in which the streamer's thread works"),
@@ -97,6 +98,10 @@ FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], s
     "follower_backlog": (GAUGE, "endpoint log", "Records that a follower that has taken over has not confirmed"),
     "followed": (GAUGE, "endpoint state", "Histories that are followed at an endpoint, by state"),
     "followed_records": (COUNTER, "endpoint what", "Followed records and copies of them, by what was done with them"),
+    "edge_connections": (GAUGE, "port", "Open connections of the HTTP edge: http (clients), publish (publishers)"),
+    "edge_clients": (GAUGE, "kind", "Places of the HTTP edge that hold a connection: streams and held requests"),
+    "edge_refused": (COUNTER, "reason", "Requests and connections that the HTTP edge refused or cut off, by reason"),
+    "edge_events": (COUNTER, "kind", "Events and items that the HTTP edge has written to clients, by kind of client"),
     "epochs": (COUNTER, "group what", "Records of groups that have epochs, and how the epochs ended"),
     "epochs_open": (GAUGE, "group", "Epochs that are open"),
     "grip_items": (COUNTER, "what", "Items of GRIP channels, and what was done with them"),

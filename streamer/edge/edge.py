@@ -1,0 +1,104 @@
+"""The HTTP edge as a part of the streamer: it is made of what the configuration names, and nothing else is imported."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from streamer.config import Config
+from streamer.edge.places import Places
+from streamer.operating.states import Condition, Sample
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+if TYPE_CHECKING:
+    from streamer.edge.callers import Callers
+    from streamer.edge.server import EdgeServer, Handler, PublishServer
+
+EXTRA: Final = {"aiohttp_sse": "aiohttp-sse", "jwt": "pyjwt"}  # modules of the extra `http`, and their packages
+
+
+class Handlers(NamedTuple):
+    """What answers requests; the rest of the edge does not know what they mean."""
+
+    stream: Handler | None = None  # GET /stream; wherever http.listen is configured
+    proxied: Handler | None = None  # everything else at http.listen; None: 404
+    publish: Handler | None = None  # POST /publish/; wherever grip.publish is configured
+    samples: Sequence[Callable[[], Iterable[Sample]]] = ()
+    conditions: Sequence[Callable[[], Iterable[Condition]]] = ()
+    closing: Sequence[Callable[[], Awaitable[None] | None]] = ()  # called first when the edge stops, in this order
+
+
+class HttpEdge:
+    """The servers at `http.listen` and `grip.publish`, each if it is configured. `make` returns the handlers: it is
+    called once when the edge opens; `callers` is None without `http.listen`."""
+
+    def __init__(self, config: Config, make: Callable[[Callers | None, Places], Handlers]) -> None:
+        self._config, self._make = config, make
+        self.places = Places(config.http.clients_max)
+        self.port = self.publish_port = 0  # known once it is open
+        self._handlers = Handlers()
+        self._callers: Callers | None = None
+        self._server: EdgeServer | None = None
+        self._publishing: PublishServer | None = None
+
+    @staticmethod
+    def is_wanted(config: Config) -> bool:
+        return config.http.listen is not None or config.grip.publish is not None
+
+    async def open(self) -> None:
+        """Raises UStatusError: UNAVAILABLE if a port can't be opened, FAILED_PRECONDITION for a file that can't be used
+        or a package that is missing."""
+        missing = [package for module, package in EXTRA.items() if importlib.util.find_spec(module) is None]
+        if missing:
+            why = f"the HTTP edge needs {' and '.join(missing)}: try pip install {' '.join(missing)} (the extra 'http')"
+            raise UStatusError(UCode.FAILED_PRECONDITION, why)
+        from streamer.edge.callers import Callers  # imports aiohttp (0.1 s, 11 MiB)
+        from streamer.edge.server import EdgeServer, PublishServer
+
+        http, grip = self._config.http, self._config.grip
+        if http.listen is not None:
+            self._callers = Callers(http, self._config.authority, self.places.refused)
+        self._handlers = handlers = self._make(self._callers, self.places)
+        if self._callers is not None:
+            assert handlers.stream is not None, "made where http.listen is configured"
+            self._server = EdgeServer(
+                http, handlers.stream, handlers.proxied, callers=self._callers, places=self.places
+            )
+            self.port = await self._server.open()
+        if grip.publish is not None:
+            assert handlers.publish is not None, "made where grip.publish is configured"
+            self._publishing = PublishServer(grip, handlers.publish, self.places)
+            self.publish_port = await self._publishing.open()
+
+    async def run(self) -> None:
+        """Reads the tokens again when their file changes, and ends clients whose token is gone, until cancelled."""
+        if self._callers is not None:
+            await self._callers.run(self.places.look)
+
+    async def close(self) -> None:
+        """May be called twice."""
+        for close in self._handlers.closing:
+            if (closed := close()) is not None:
+                await closed
+        await asyncio.gather(*(one.close() for one in (self._server, self._publishing) if one is not None))
+
+    def conditions(self) -> Iterator[Condition]:
+        if self._callers is not None:
+            yield from self._callers.conditions()
+        for conditions in self._handlers.conditions:
+            yield from conditions()
+
+    def notes(self) -> Iterator[str]:
+        if self._server is not None and self._server.note:
+            yield self._server.note
+
+    def samples(self) -> Iterator[Sample]:
+        for server in (self._server, self._publishing):
+            if server is not None:
+                yield from server.samples()
+        yield from self.places.samples()
+        for samples in self._handlers.samples:
+            yield from samples()

@@ -1,0 +1,63 @@
+"""Places: the clients that hold a connection for longer than an answer takes, and what the edge refused."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from streamer.operating.states import Sample, each
+
+KINDS: Final = ("stream", "held_stream", "held_response")  # of clients
+
+
+class Places:
+    """There are `clients_max`, for all kinds of clients together. `refused` counts, by reason, what was turned away or
+    cut off."""
+
+    def __init__(self, clients_max: int) -> None:
+        self._clients_max = clients_max
+        self._taken: dict[asyncio.Task[object], Callable[[], bool]] = {}  # is it still allowed?
+        self.count = Counter[str](dict.fromkeys(KINDS, 0))
+        self.refused = Counter[str]()
+
+    def __len__(self) -> int:
+        """Returns how many are taken."""
+        return sum(self.count.values())
+
+    @property
+    def are_full(self) -> bool:
+        """One more has to come back later: whoever asks says so."""
+        return len(self) >= self._clients_max
+
+    @contextlib.contextmanager
+    def taken(self, kind: str, is_allowed: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """The current task serves a client of this kind. It is cancelled when the edge stops, and when `is_allowed`
+        returns False after the tokens have changed (Callers.still_allowed)."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._taken[task] = is_allowed
+        self.count[kind] += 1
+        try:
+            yield
+        finally:
+            self.count[kind] -= 1
+            self._taken.pop(task, None)
+
+    def end(self) -> None:
+        """Ends all of them."""
+        for task in list(self._taken):
+            task.cancel()
+
+    def look(self) -> None:
+        """Ends those that are not allowed any more."""
+        for task, is_allowed in list(self._taken.items()):
+            if not is_allowed():
+                self.refused["token"] += 1
+                task.cancel()
+
+    def samples(self) -> Iterator[Sample]:
+        yield from each("edge_clients", (), self.count)
+        yield from each("edge_refused", (), self.refused)

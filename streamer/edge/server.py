@@ -1,0 +1,274 @@
+"""The HTTP servers of the edge: for clients at http.listen, and for publishers at grip.publish.
+
+connection -> Line: limits -> TLS -> aiohttp -> HttpServer: size of the body, errors -> EdgeServer -> /stream
+                                                                                 |           '-> a proxied backend
+                                                                                 '-> PublishServer -> /publish/
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import ssl
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import structlog
+from aiohttp import web
+
+from streamer.config.edge import GripSection, HttpSection
+from streamer.edge.callers import Callers, host_of, is_known_host
+from streamer.edge.lines import SERVER, Latest, Limits, Line, Lines, Listener, latest_tls
+from streamer.edge.places import Places
+from streamer.operating.states import Sample
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+STREAM: Final = "/stream"
+PUBLISH: Final = "/publish/"
+HEAD_BYTES_MAX: Final = 16_384  # a usual one has 1 KiB; tokens and long lists of topics
+HEAD_S: Final = 5.0  # for TLS, and for the head of a request
+IDLE_S: Final = 15  # between two requests of a connection
+BODY_S: Final = 30.0
+BODY_BYTES_MAX: Final = 1 << 20  # of requests to backends
+PUBLISH_BYTES_MAX: Final = 4 << 20  # of items: some long ones at once
+BODIES_BYTES_MAX: Final = 64 << 20  # of all requests that a port is answering
+LINGER_S: Final = 1.0  # reads the rest of a body that was refused, so that its sender gets the answer
+SPARE: Final = 256  # connections beyond clients_max: short requests, and those that are told to come back later
+PUBLISHERS_MAX: Final = 256  # connections
+FILES_SPARE: Final = 256  # open files for everything but connections: logs, networks
+CLOSE_S_MAX: Final = 0.25  # for answers in progress; a part of SERVICES_CLOSE_S, as the next one
+CUT_S_MAX: Final = 0.1  # for what was cancelled
+PATH_SHOWN_MAX: Final = 200  # characters in the log
+RETRY_S: Final = 1
+
+# a handler's errors; each other is answered 500, and logged
+STATUSES: Final = {
+    UCode.INVALID_ARGUMENT: 400,
+    UCode.UNAUTHENTICATED: 401,
+    UCode.PERMISSION_DENIED: 403,
+    UCode.NOT_FOUND: 404,
+    UCode.RESOURCE_EXHAUSTED: 503,
+    UCode.UNAVAILABLE: 503,
+    UCode.DEADLINE_EXCEEDED: 504,
+}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+log = structlog.get_logger()
+
+
+class HttpServer:
+    """Serves `handler` at `address`. It is called with the head of a request; its body has limits of its own."""
+
+    def __init__(
+        self, what: str, address: str, limits: Limits, handler: Handler, places: Places, *, cancels: bool
+    ) -> None:
+        """`what`: the setting that has the address. `cancels`: a handler is cancelled when its client goes."""
+        self.what, self._address, self._limits, self._handler, self._places = what, address, limits, handler, places
+        self._cancels = cancels
+        self._listener: Listener | None = None
+        self._running: set[asyncio.Task[object]] = set()
+        self._bodies_bytes = 0
+        self.on_prepare: Callable[[web.Request, web.StreamResponse], None] = lambda request, response: None
+
+    async def open(self, certificate: Path | None = None, key: Path | None = None) -> int:
+        """Returns the port, which the system chooses for 0. Raises UNAVAILABLE if the port can't be opened,
+        FAILED_PRECONDITION if the certificate can't be used."""
+        tls = await latest_tls(self.what.partition(".")[0], certificate, key)
+        self._listener = self.listener(tls)
+        port = await self._listener.open()
+        log.info("listens for HTTP", setting=self.what, port=port, tls=tls is not None)
+        return port
+
+    def listener(self, tls: Latest[ssl.SSLContext] | None = None) -> Listener:
+        application = web.Application(client_max_size=self._limits.body_bytes_max, middlewares=[self._guarded])
+        application.router.add_route("*", "/{path:.*}", self._handler)
+        application.on_response_prepare.append(self._prepare)
+        return Listener(
+            self.what,
+            self._address,
+            Lines(self._limits, tls, self._places.refused),
+            application,
+            keepalive_timeout=IDLE_S,
+            lingering_time=LINGER_S,
+            auto_decompress=False,  # a backend gets the body as it was sent
+            handler_cancellation=self._cancels,
+            shutdown_timeout=CUT_S_MAX,
+        )
+
+    async def close(self) -> None:
+        """Ends clients that are held at once, lets other answers end, and closes. May be called twice."""
+        if self._listener is None:
+            return
+        self._listener.refuse_more()
+        self._places.end()
+        if self._running:
+            await asyncio.wait(self._running, timeout=CLOSE_S_MAX)
+        await self._listener.close()
+
+    @property
+    def connections(self) -> int:
+        return 0 if self._listener is None else len(self._listener.lines)
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        line, task = Line.of(request), asyncio.current_task()
+        if line is None or task is None:
+            raise ConnectionResetError("the client has gone")
+        number, is_whole = line.begin(request.content.is_eof), request.content.is_eof
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        task.add_done_callback(lambda _: line.end(number, is_whole))  # aiohttp writes the answer in this task, too
+        try:
+            with self._room_for_body(request):
+                return await handler(request)
+        except (web.HTTPException, ConnectionError):
+            raise
+        except UStatusError as error:
+            status = STATUSES.get(error.code)
+            if status is None:
+                return self._failed(request, line)
+            headers = {"Retry-After": str(RETRY_S)} if status == 503 else {}
+            return web.Response(status=status, text=f"{error.message}\n", headers=headers)
+        except Exception:
+            return self._failed(request, line)
+
+    def _failed(self, request: web.Request, line: Line) -> web.Response:
+        path = request.path[:PATH_SHOWN_MAX]
+        log.exception("a request at the HTTP edge has failed", port=self.what, method=request.method, path=path)
+        if line.is_answering:
+            line.abort()  # the client sees that the answer is not whole
+            raise ConnectionAbortedError
+        return web.Response(status=500, text="this request has failed: the log of the gateway says why\n")
+
+    @contextlib.contextmanager
+    def _room_for_body(self, request: web.Request) -> Iterator[None]:
+        """Raises 413 if the body is too large, 503 if there are too many of them."""
+        size, size_max = request.content_length or 0, self._limits.body_bytes_max
+        if request.content_length is None and request.body_exists:
+            size = size_max  # in chunks
+        if size > size_max:
+            raise web.HTTPRequestEntityTooLarge(size_max, size, text=f"expected a body of at most {size_max} bytes\n")
+        if self._bodies_bytes + size > BODIES_BYTES_MAX:
+            self._places.refused["bodies"] += 1
+            raise web.HTTPServiceUnavailable(text="too many requests at once\n", headers={"Retry-After": str(RETRY_S)})
+        self._bodies_bytes += size
+        try:
+            yield
+        finally:
+            self._bodies_bytes -= size
+
+    async def _prepare(self, request: web.Request, response: web.StreamResponse) -> None:
+        if line := Line.of(request):
+            line.is_answering = True
+        if response.headers.get("Server", "").startswith("Python/"):  # aiohttp's own, not a backend's
+            response.headers["Server"] = SERVER
+        self.on_prepare(request, response)
+
+
+class EdgeServer:
+    """Listens at `http.listen`: `stream` answers GET /stream, `proxied` everything else."""
+
+    def __init__(
+        self,
+        http: HttpSection,
+        stream: Handler,
+        proxied: Handler | None = None,
+        *,
+        callers: Callers,
+        places: Places,
+    ) -> None:
+        assert http.listen is not None
+        self._http, self._stream, self._proxied, self._callers = http, stream, proxied, callers
+        wanted = http.clients_max + SPARE
+        allowed = allowed_connections(wanted)
+        self.note = ""
+        if allowed < wanted:
+            self.note = (
+                f"http.clients_max is {http.clients_max}, but the limit of open files (ulimit -n) lets the HTTP edge "
+                f"have {allowed} connections: raise it (systemd: LimitNOFILE=)"
+            )
+        limits = Limits(allowed, HEAD_BYTES_MAX, HEAD_S, BODY_BYTES_MAX, BODY_S, http.send_s)
+        self.http_server = HttpServer("http.listen", http.listen, limits, self._answer, places, cancels=True)
+        self.http_server.on_prepare = self._let_pages_read
+
+    async def open(self) -> int:
+        """Returns the port. Raises UNAVAILABLE if it can't be opened, FAILED_PRECONDITION for a file that can't be
+        used."""
+        await self._callers.open()
+        return await self.http_server.open(self._http.cert_file, self._http.key_file)
+
+    async def close(self) -> None:
+        await self.http_server.close()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if request.path != STREAM:
+            self._callers.check_host(request)  # who may ask, and from which page, is the backend's to say
+            if self._proxied is None:
+                raise web.HTTPNotFound(text=f"there is GET {STREAM}\n")
+            return await self._proxied(request)
+        if request.method == "OPTIONS":
+            self._callers.check_host(request)
+            return self._callers.preflight(request)
+        if request.method != "GET":
+            raise web.HTTPMethodNotAllowed(request.method, ["GET", "OPTIONS"], text=f"{STREAM}: GET only\n")
+        return await self._stream(request)
+
+    def _let_pages_read(self, request: web.Request, response: web.StreamResponse) -> None:
+        if request.path == STREAM:
+            response.headers.update(self._callers.cors(request))
+
+    def samples(self) -> Iterator[Sample]:
+        yield "edge_connections", ("http",), self.http_server.connections
+
+
+class PublishServer:
+    """Listens at `grip.publish`: `publish` answers POST /publish/."""
+
+    def __init__(self, grip: GripSection, publish: Handler, places: Places) -> None:
+        assert grip.publish is not None
+        self._grip, self._publish, self._places = grip, publish, places
+        self._hosts = [grip.publish.rpartition(":")[0]]
+        limits = Limits(PUBLISHERS_MAX, HEAD_BYTES_MAX, HEAD_S, PUBLISH_BYTES_MAX, BODY_S, BODY_S)
+        # what has begun is committed, though its publisher has gone
+        self._server = HttpServer("grip.publish", grip.publish, limits, self._answer, places, cancels=False)
+
+    async def open(self) -> int:
+        """Returns the port. Raises UNAVAILABLE if it can't be opened."""
+        return await self._server.open()
+
+    async def close(self) -> None:
+        await self._server.close()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if self._grip.publish_key_file is None:
+            self._refuse_browsers(request)
+        if request.path not in (PUBLISH, PUBLISH.rstrip("/")):
+            raise web.HTTPNotFound(text=f"there is POST {PUBLISH}\n")
+        if request.method != "POST":
+            raise web.HTTPMethodNotAllowed(request.method, ["POST"], text=f"{PUBLISH}: POST only\n")
+        return await self._publish(request)
+
+    def _refuse_browsers(self, request: web.Request) -> None:
+        """Without a key, whoever is on this machine may publish; pages in its browser may not."""
+        if not is_known_host(host_of(request), self._hosts) or "Origin" in request.headers:
+            self._places.refused["origin"] += 1
+            raise web.HTTPForbidden(text="expected a publisher, got a page of a browser\n")
+
+    def samples(self) -> Iterator[Sample]:
+        yield "edge_connections", ("publish",), self._server.connections
+
+
+def allowed_connections(wanted: int) -> int:
+    """Returns how many of `wanted` connections the limit of open files allows; it is raised if it may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    needed = wanted + FILES_SPARE
+    if soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, min(wanted, soft - FILES_SPARE))

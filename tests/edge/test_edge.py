@@ -1,0 +1,182 @@
+"""The HTTP edge as a part of a whole streamer."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
+
+from streamer.app import Streamer
+from streamer.commands.check import findings
+from streamer.config import loads
+from streamer.edge import callers as modules
+from streamer.edge.callers import Callers
+from streamer.edge.edge import Handlers
+from streamer.edge.places import Places
+from tests.certificates import DAY, TestAuthority
+from tests.streamer.conftest import make_world as make_world  # a fixture
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+MakeWorld = Any
+WAIT_S = 20
+LISTEN = '[http]\nlisten = "127.0.0.1:0"\n'
+PUBLISH = '[grip]\npublish = "127.0.0.1:0"\n'
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+@pytest.fixture
+def handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/stream says who asks, and holds who asks for `?hold`."""
+
+    def make(_: Streamer, callers: Callers | None, places: Places) -> Handlers:
+        async def stream(request: web.Request) -> web.StreamResponse:
+            assert callers is not None
+            caller = await callers.of(request)
+            response = web.StreamResponse()
+            with places.taken("stream", lambda: callers.still_allowed(request, caller)):
+                await response.prepare(request)
+                await response.write(f"{caller.authority_name} {caller.ue_id:X}\n".encode())
+                while request.query_string == "hold":
+                    await asyncio.Event().wait()
+            return response
+
+        async def publish(_: web.Request) -> web.StreamResponse:
+            return web.Response(text="Published\n")
+
+        return Handlers(stream, None, publish, samples=[lambda: [("edge_events", ("stream",), 3)]])
+
+    monkeypatch.setattr(Streamer, "_edge_handlers", make)
+
+
+@pytest.mark.usefixtures("handlers")
+async def test_a_streamer_serves_its_edge_and_stops_it(make_world: MakeWorld, http: aiohttp.ClientSession) -> None:
+    world = await make_world(more=LISTEN + PUBLISH)
+    edge = world.streamer.edge
+    async with http.get(f"http://127.0.0.1:{edge.port}/stream") as answer:
+        assert (answer.status, await answer.text()) == (200, "vehicle1 8000\n")
+    async with http.post(f"http://127.0.0.1:{edge.publish_port}/publish/", json={}) as answer:
+        assert (answer.status, await answer.text()) == (200, "Published\n")
+    held = await http.get(f"http://127.0.0.1:{edge.port}/stream?hold")
+    samples = set(world.streamer.samples())
+    assert {("edge_connections", ("http",), 1), ("edge_connections", ("publish",), 1)} <= samples
+    assert {("edge_clients", ("stream",), 1), ("edge_events", ("stream",), 3)} <= samples
+    stopping = asyncio.create_task(world.stop())
+    with pytest.raises((aiohttp.ClientPayloadError, aiohttp.ClientConnectionError)):
+        await asyncio.wait_for(held.read(), WAIT_S)
+    await asyncio.wait_for(stopping, WAIT_S)
+    with pytest.raises(aiohttp.ClientConnectorError):
+        await http.get(f"http://127.0.0.1:{edge.port}/stream")
+
+
+async def test_who_configures_no_edge_pays_nothing(make_world: MakeWorld) -> None:
+    world = await make_world()
+    assert world.streamer.edge is None
+    assert not [name for name, _, _ in world.streamer.samples() if name.startswith("edge")]
+
+
+def test_without_an_edge_nothing_of_it_is_imported() -> None:
+    wanted = {"aiohttp", "aiohttp_sse", "jwt", "streamer.edge.server", "streamer.edge.callers"}
+    code = f"import sys, streamer.app; print(*{wanted} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "\n"
+
+
+async def test_a_port_that_is_taken_ends_the_start(make_world: MakeWorld) -> None:
+    taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = taken.sockets[0].getsockname()[1]
+    world = await make_world(start=False, more=f'[http]\nlisten = "127.0.0.1:{port}"\n')
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await world.start()
+    found, _ = raised.value.split(UStatusError)
+    assert f"http.listen 127.0.0.1:{port} can't be opened" in str(found and found.exceptions)
+    taken.close()
+
+
+async def test_a_missing_extra_is_said_with_what_to_install(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await make_world(more=LISTEN)
+    find: Callable[..., Any] = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jwt" else find(name))
+    with pytest.raises(UStatusError, match=r"the HTTP edge needs pyjwt: try pip install pyjwt \(the extra") as raised:
+        await world.streamer.edge.open()
+    assert raised.value.code == UCode.FAILED_PRECONDITION
+
+
+@pytest.mark.usefixtures("handlers")
+async def test_readyz_and_metrics_say_what_is_wrong_with_the_files_of_the_edge(
+    make_world: MakeWorld, http: aiohttp.ClientSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modules, "LOOK_S", 0.01)
+    authority, file = TestAuthority(tmp_path), tmp_path / "tokens"
+    certificate, key = authority.issue("edge", 5 * DAY)
+    file.write_text("//cloud/8001/1/0 secret\n")
+    files = f'cert_file = "{certificate}"\nkey_file = "{key}"\ntokens_file = "{file}"\n'
+    world = await make_world(start=False, more=LISTEN + files)
+    section = world.config.streamer.model_copy(update={"admin": "127.0.0.1:0"})
+    world.config = world.config.model_copy(update={"streamer": section})
+    await world.start()
+    at = f"http://127.0.0.1:{world.streamer.admin.port}"
+
+    async def ready() -> dict[str, Any]:
+        async with http.get(f"{at}/readyz") as answer:
+            found: dict[str, Any] = json.loads(await answer.text())
+            return found
+
+    assert [
+        one
+        for one in (await ready())["notes"]
+        if one.startswith(f"the HTTP edge: cert_file {certificate} expires in 5")
+    ]
+    async with http.get(f"{at}/metrics") as answer:
+        families = {one.name: one.samples for one in text_string_to_metric_families(await answer.text())}
+    (sample,) = families["up_streamer_certificate_expires_seconds"]
+    assert sample.labels == {"endpoint": "[http]", "setting": "cert_file"}
+    assert [one.value for one in families["up_streamer_edge_connections"]] == [0]
+    file.write_text("secret\n")
+    await world.until(lambda: world.streamer.problems())
+    world.streamer.states.look()
+    (problem,) = world.streamer.problems()
+    assert problem.startswith(f"http.tokens_file {file} can't be used: line 1: expected a uEntity and its token")
+    report = world.streamer.look()["streamer"]
+    assert (report["state"], report["reason"], bool(report["reason_since"])) == ("degraded", problem, True)
+
+
+def test_check_names_a_certificate_of_the_edge_that_cant_be_used(tmp_path: Path) -> None:
+    authority = TestAuthority(tmp_path)
+    (certificate, _), (_, other) = authority.issue("one"), authority.issue("two")
+    toml = '[[endpoint]]\nname = "vehicle"\ntransport = "local"\nauthorities = ["vehicle1"]\n'
+    toml += f'[http]\nlisten = "127.0.0.1:0"\ncert_file = "{certificate}"\nkey_file = "{other}"\n'
+    (found,) = findings(loads(toml), toml)
+    assert found.what.startswith(f"http.cert_file: {certificate} belongs to another key")
+    assert found.line == 7
+
+
+def test_check_names_the_mistakes_of_the_file_of_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("//cloud/8001/1/0\n")
+    file.chmod(0o600)
+    toml = '[[endpoint]]\nname = "vehicle"\ntransport = "local"\nauthorities = ["vehicle1"]\n'
+    toml += f'[http]\nlisten = "127.0.0.1:0"\ntokens_file = "{file}"\n'
+    (found,) = findings(loads(toml), toml)
+    assert (found.line, found.fatal) == (7, True)
+    assert found.what == f"http.tokens_file {file} can't be used: line 1: expected a uEntity and its token, got 1 words"
+    file.unlink()
+    (found,) = findings(loads(toml), toml)
+    assert found.what == f"http.tokens_file: {file} can't be read: No such file or directory"
