@@ -58,14 +58,16 @@ class Links:
         if session is not None:
             await session.close()
 
-    async def ask(self, url: str, last_ids: Mapping[str, str]) -> LinkAnswer:
-        """Asks `url` for what came after the `last_ids` of channels.
+    async def ask(self, url: str, last_ids: Mapping[str, str], host: str = "") -> LinkAnswer:
+        """Asks `url` for what came after the `last_ids` of channels. `host`: the Host header; "": that of `url`.
 
         Raises UNAVAILABLE if the backend is away, too slow, or answers with 408, 429 or 5xx; FAILED_PRECONDITION for
         other statuses than 2xx, for Grip headers that can't be read, and for an address that can't be asked;
         RESOURCE_EXHAUSTED if the answer is too large.
         """
         headers = [("Grip-Last", value) for value in grip_last(last_ids)]
+        if host:
+            headers.append(("Host", host))
         if self._sign is not None and (signature := await self._sign()) is not None:
             headers.append(("Grip-Sig", signature))
         try:
@@ -79,7 +81,7 @@ class Links:
 
     async def pages(self, url: str, last_ids: Mapping[str, str]) -> AsyncIterator[LinkAnswer]:
         """Yields the answer of `url`, and at once those of the links of answers without `Grip-Hold`: their Grip-Last
-        has the ids of the answers before. The last answer tells how the hold goes on.
+        has the ids of the answers before. The last answer says how the hold goes on.
 
         Raises as `ask`, and RESOURCE_EXHAUSTED for more pages or bytes than are allowed.
         """
