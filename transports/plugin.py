@@ -1,4 +1,5 @@
-"""How a transport is found: an entry point of the group `up_streamer.transports`, imported only when it is named.
+"""How a transport is found: an entry point of the group `up_streamer.transports`, imported only when it is named. Other
+kinds of plugins are found in the same way, in groups of their own (`Kind`).
 
 [project.entry-points."up_streamer.transports"]
 mynet = "my_package.mynet:PLUGIN"   # PLUGIN = TransportPlugin("mynet", MyConfig, MyTransport, MyTransport.capabilities)
@@ -31,21 +32,34 @@ ERROR_CHARACTERS_MAX: Final = 300  # of a plugin's exception that we quote
 _SHAPE: Final = 'PLUGIN = TransportPlugin("mynet", MyConfig, MyTransport, MyTransport.capabilities)'
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A kind of plugins. `mistake(plugin)` is what is wrong with the object that an entry point names, "" if nothing;
+    the plugin has `name`, `config` and `create`, which makes an object of the type `makes`, whose path is `named`."""
+
+    what: str
+    group: str
+    mistake: Callable[[Any], str]
+    makes: type
+    named: str
+    rules: str  # the page that has the rules for authors
+
+
 class Unusable(UStatusError):
     """An installed plugin does not work here: FAILED_PRECONDITION, with one line that names it, its package and what to
     do."""
 
     @classmethod
-    def of(cls, point: EntryPoint, why: str) -> Self:
+    def of(cls, kind: Kind, point: EntryPoint, why: str) -> Self:
         package = _package(point)
         return cls(
             UCode.FAILED_PRECONDITION,
-            f"transport {point.name!r}{f' of the package {package}' if package else ''} {why}",
+            f"{kind.what} {point.name!r}{f' of the package {package}' if package else ''} {why}",
         )
 
 
 class NotMade(Unusable):
-    """Its constructor has raised something else than a UStatusError: this affects one endpoint only."""
+    """Its constructor has raised something else than a UStatusError: this affects what is made of it only."""
 
 
 @dataclass(frozen=True)
@@ -62,89 +76,122 @@ class TransportPlugin:
     capabilities: Capability
 
 
-def names() -> dict[str, EntryPoint]:
-    """All installed transports, by name."""
-    return {point.name: point for point in entry_points(group=GROUP)}
+def names(group: str = GROUP) -> dict[str, EntryPoint]:
+    """All installed plugins of a group, by name."""
+    return {point.name: point for point in entry_points(group=group)}
 
 
 def load(name: str) -> TransportPlugin:
-    """Import the plugin `name`.
-
-    Raises NOT_FOUND for an unknown name, and FAILED_PRECONDITION for one that can't be used: a module that it needs is
-    missing, its import fails, or its entry point does not name a complete TransportPlugin.
-    """
-    point = names().get(name)
-    if point is None:
-        raise UStatusError(
-            UCode.NOT_FOUND, f"unknown transport {name!r}; installed: {', '.join(sorted(names())) or 'none'}"
-        )
-    try:
-        plugin = point.load()
-    except ModuleNotFoundError as error:
-        raise Unusable.of(point, f"needs a module that is not installed ({error}): {_remedy(point, error)}") from error
-    except Exception as error:  # the plugin's import may raise anything
-        raise Unusable.of(point, f"can't be imported from {point.value!r}: {_said(error)}; {_ask(point)}") from error
-    if mistake := _mistake(plugin):
-        raise Unusable.of(point, f"is wrong: {mistake}; {_ask(point)}")
+    """Import the transport `name`. Raises as `load_of`."""
+    plugin = load_of(TRANSPORTS, name)
     assert isinstance(plugin, TransportPlugin)
     return plugin
 
 
-def configure(name: str, settings: Mapping[str, Any]) -> tuple[TransportPlugin, BaseModel]:
-    """The plugin `name` and its configuration. Raises as `load`, and pydantic's ValidationError for invalid
-    settings."""
-    plugin = load(name)
+def load_of(kind: Kind, name: str) -> Any:
+    """Import the plugin `name` of this kind.
+
+    Raises NOT_FOUND for an unknown name, and FAILED_PRECONDITION for one that can't be used: a module that it needs is
+    missing, its import fails, or its entry point does not name a complete plugin.
+    """
+    known = names(kind.group)
+    point = known.get(name)
+    if point is None:
+        raise UStatusError(
+            UCode.NOT_FOUND, f"unknown {kind.what} {name!r}; installed: {', '.join(sorted(known)) or 'none'}"
+        )
     try:
-        return plugin, plugin.config.model_validate(dict(settings))
+        plugin = point.load()
+    except ModuleNotFoundError as error:
+        why = f"needs a module that is not installed ({error}): {_remedy(point, error)}"
+        raise Unusable.of(kind, point, why) from error
+    except Exception as error:  # the plugin's import may raise anything
+        why = f"can't be imported from {point.value!r}: {_said(error)}; {_ask(kind, point)}"
+        raise Unusable.of(kind, point, why) from error
+    if mistake := kind.mistake(plugin):
+        raise Unusable.of(kind, point, f"is wrong: {mistake}; {_ask(kind, point)}")
+    return plugin
+
+
+def configure(name: str, settings: Mapping[str, Any]) -> tuple[TransportPlugin, BaseModel]:
+    """The transport `name` and its configuration. Raises as `configure_of`."""
+    plugin, config = configure_of(TRANSPORTS, name, settings)
+    assert isinstance(plugin, TransportPlugin)
+    return plugin, config
+
+
+def configure_of(kind: Kind, name: str, settings: Mapping[str, Any]) -> tuple[Any, BaseModel]:
+    """The plugin `name` and its configuration. Raises as `load_of`, and pydantic's ValidationError for invalid
+    settings."""
+    plugin = load_of(kind, name)
+    try:
+        config: BaseModel = plugin.config.model_validate(dict(settings))
+        return plugin, config
     except (ValidationError, UStatusError):
         raise
     except Exception as error:  # from a validator of the plugin
-        point = names()[name]
-        raise Unusable.of(
-            point, f"fails to check its settings: {_said(error)}; change them, or {_ask(point)}"
-        ) from error
+        point = names(kind.group)[name]
+        why = f"fails to check its settings: {_said(error)}; change them, or {_ask(kind, point)}"
+        raise Unusable.of(kind, point, why) from error
 
 
 def create(name: str, settings: Mapping[str, Any], local: LocalUriProvider) -> UTransport:
-    """Make a closed transport from its name and its settings.
-
-    Raises as `load`, INVALID_ARGUMENT for invalid settings, the UStatusError that the plugin's constructor raises, and
-    NotMade for any other exception or result of it.
-    """
-    try:
-        plugin, config = configure(name, settings)
-    except ValidationError as error:
-        raise invalid(f"transport {name!r}: {explain(error, load(name).config)}") from None
-    try:
-        transport: Any = plugin.create(config, local)  # foreign code may return anything
-    except UStatusError:
-        raise
-    except Exception as error:
-        point = names()[name]
-        raise NotMade.of(
-            point, f"can't be made from its settings: {_said(error)}; change them, or {_ask(point)}"
-        ) from error
-    if not isinstance(transport, UTransport):
-        point = names()[name]
-        what = f"its create must return a uprotocol.transport.UTransport, and returns {_shown(transport)}"
-        raise NotMade.of(point, f"is wrong: {what}; {_ask(point)}")
+    """Make a closed transport from its name and its settings. Raises as `create_of`."""
+    transport: UTransport = create_of(TRANSPORTS, name, settings, local)
     return transport
 
 
+def create_of(kind: Kind, name: str, settings: Mapping[str, Any], *arguments: Any) -> Any:
+    """Make what the plugin `name` makes from its settings and these further arguments.
+
+    Raises as `load_of`, INVALID_ARGUMENT for invalid settings, the UStatusError that the plugin's constructor raises,
+    and NotMade for any other exception or result of it.
+    """
+    try:
+        plugin, config = configure_of(kind, name, settings)
+    except ValidationError as error:
+        raise invalid(f"{kind.what} {name!r}: {explain(error, load_of(kind, name).config)}") from None
+    try:
+        made = plugin.create(config, *arguments)  # foreign code may return anything
+    except UStatusError:
+        raise
+    except Exception as error:
+        point = names(kind.group)[name]
+        why = f"can't be made from its settings: {_said(error)}; change them, or {_ask(kind, point)}"
+        raise NotMade.of(kind, point, why) from error
+    if not isinstance(made, kind.makes):
+        point = names(kind.group)[name]
+        what = f"its create must return a {kind.named}, and returns {shown(made)}"
+        raise NotMade.of(kind, point, f"is wrong: {what}; {_ask(kind, point)}")
+    return made
+
+
 def _mistake(plugin: Any) -> str:
-    """What is wrong with the object that an entry point names; "" if nothing."""
+    """What is wrong with the object that an entry point of a transport names; "" if nothing."""
     if not isinstance(plugin, TransportPlugin):
         what = f"a transports.plugin.TransportPlugin, such as {_SHAPE}"
-        return f"its entry point must name {what}, and names {_shown(plugin)}"
-    config, create, capabilities = cast(tuple[Any, Any, Any], (plugin.config, plugin.create, plugin.capabilities))
+        return f"its entry point must name {what}, and names {shown(plugin)}"
+    if mistake := mistake_of(plugin.config, plugin.create, "create(config, local)"):
+        return mistake
+    capabilities = cast(Any, plugin.capabilities)
+    if not isinstance(capabilities, Capability):
+        return f"capabilities must be a uprotocol.transport.Capability, and is {shown(capabilities)}"
+    return ""
+
+
+def mistake_of(config: Any, create: Any, call: str) -> str:
+    """What is wrong with these two attributes of a plugin; "" if nothing."""
     if not (isinstance(config, type) and issubclass(config, BaseModel)):
         what = "a pydantic model (a subclass of pydantic.BaseModel, not an instance)"
-        return f"config must be {what}, and is {_shown(config)}"
+        return f"config must be {what}, and is {shown(config)}"
     if not callable(create):
-        return f"create must be callable as create(config, local), and is {_shown(create)}"
-    if not isinstance(capabilities, Capability):
-        return f"capabilities must be a uprotocol.transport.Capability, and is {_shown(capabilities)}"
+        return f"create must be callable as {call}, and is {shown(create)}"
     return ""
+
+
+TRANSPORTS: Final = Kind(
+    "transport", GROUP, _mistake, UTransport, "uprotocol.transport.UTransport", "docs/writing-a-transport.md"
+)
 
 
 def _package(point: EntryPoint) -> str:
@@ -174,8 +221,8 @@ def _of_extra(extra: str, requirements: Sequence[str]) -> list[str]:
     return [f"'{what.strip()}'" for what, _, condition_of in parts if condition.search(condition_of)]
 
 
-def _ask(point: EntryPoint) -> str:
-    return f"ask the maker of {_package(point) or point.value}; the rules are in docs/writing-a-transport.md"
+def _ask(kind: Kind, point: EntryPoint) -> str:
+    return f"ask the maker of {_package(point) or point.value}; the rules are in {kind.rules}"
 
 
 def _said(error: Exception) -> str:
@@ -184,7 +231,7 @@ def _said(error: Exception) -> str:
     return words if len(words) <= ERROR_CHARACTERS_MAX else words[: ERROR_CHARACTERS_MAX - 3] + "..."
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"an instance of {type(value).__name__}"
 
 
