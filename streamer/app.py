@@ -135,13 +135,11 @@ class Streamer(ChangeableAssembly):
         yield Part("claims", run=self.claims.watch)
         yield Part("hand-overs", run=self.handovers.run)
         yield Part("follows", start=self.follows.start, stop=self.follows.stop)
-<<<<<<< HEAD
         if self.channels is not None:
             yield Part("channels", stop=self.channels.close)
-=======
         if self.edge is not None:
             yield Part("HTTP edge", start=self.edge.open, run=self.edge.run, stop=self.edge.close)
->>>>>>> 18061130 (Serve HTTP clients and GRIP publishers at addresses of their own)
+        yield Part("recovery", start=self.recoveries.start, run=self.recoveries.run, stop=self.recoveries.stop)
         yield Part("networks that listen", start=self._wait_for_networks)
         yield Part("certificates", start=self.certificates.look, run=self.certificates.run)
         if self.admin is not None:  # `run` opens it before all parts; it is closed first
@@ -168,6 +166,7 @@ class Streamer(ChangeableAssembly):
             pump.begin()  # before networks listen: records from now on are for the pumps
         self.handovers.load()
         self.follows.load()
+        self.recoveries.load()
         self.claims.load()
 
     async def _close_flows(self) -> None:

@@ -46,6 +46,7 @@ from streamer.operating.states import (
     conditions_of_log,
     each,
 )
+from streamer.recovery.recoveries import Recoveries
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
 from streamer.walk.hosted import Access, HostedTransport
@@ -69,13 +70,10 @@ from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest
 
 if TYPE_CHECKING:
-<<<<<<< HEAD
     from streamer.grip.channels import Channels
-=======
     from aiohttp import web
 
     from streamer.edge.callers import Callers
->>>>>>> 18061130 (Serve HTTP clients and GRIP publishers at addresses of their own)
 
 FOLLOW_MS_MIN: Final = 500  # shortest and ...
 FOLLOW_MS_MAX: Final = 60_000  # ... longest pause between attempts to follow a history
@@ -185,6 +183,16 @@ class Assembly:
             pressure=Pressure(lambda: runtime.used().busy_s),
         )
         flows = {self.logs.durable: Flow(runtime.used), self.logs.volatile: Flow()}
+        self.recoveries = Recoveries(
+            config.recovery,
+            self.endpoints,
+            self.logs,
+            flows,
+            window,
+            config.limits.message_bytes_max,
+            runtime,
+            self.losses.not_recovered,
+        )
         self.dispatch = Dispatch(
             self.view,
             self.logs,
@@ -194,6 +202,7 @@ class Assembly:
             window,
             self.ledger,
             self.follows.of_topic,
+            self.recoveries.of_topic,
             config.limits.message_bytes_max,
         )
         for endpoint in self.endpoints:
@@ -250,6 +259,7 @@ class Assembly:
             self._backoff,
             self._connected,
             self.losses.network_lost,
+            self.recoveries.listens,
         )
         if self.usubscription is not None:
             self.usubscription.on_change(self.networks.listen_before_answer)
@@ -341,13 +351,11 @@ class Assembly:
             found += self.embedded.conditions()
         found += self._interest_conditions()
         found += [*self.claims.conditions(), *self.handovers.conditions(), *self.follows.conditions()]
-<<<<<<< HEAD
         if self.channels is not None:
             found += self.channels.conditions()
-=======
         if self.edge is not None:
             found += self.edge.conditions()
->>>>>>> 18061130 (Serve HTTP clients and GRIP publishers at addresses of their own)
+        found += self.recoveries.conditions()
         if not self.ready.is_set():
             found.append(Condition(STARTING, is_fatal=True))
         return found
@@ -405,13 +413,11 @@ class Assembly:
         yield from self.claims.samples()
         yield from self.handovers.samples()
         yield from self.follows.samples()
-<<<<<<< HEAD
         if self.channels is not None:
             yield from self.channels.samples()
-=======
         if self.edge is not None:
             yield from self.edge.samples()
->>>>>>> 18061130 (Serve HTTP clients and GRIP publishers at addresses of their own)
+        yield from self.recoveries.samples()
         for endpoint, setting, expires_s in self.certificates:
             yield "certificate_expires_seconds", (endpoint, setting), expires_s
 

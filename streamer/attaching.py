@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable
+from functools import partial
 from typing import Any
 
 import structlog
@@ -43,6 +44,7 @@ class ChangeableAssembly(Assembly):
     def _start(self, attached: Attached) -> None:
         endpoint = attached.endpoint
         endpoint.transport.on_connection(self.connection_changed)
+        endpoint.transport.on_connection(partial(self.recoveries.connection_changed, endpoint))
         attached.tasks = [
             self.start_task(self.express.queues[endpoint.name].run(), f"express {endpoint.name}"),
             self.start_task(self.networks.run(endpoint), f"network {endpoint.name}"),

@@ -308,6 +308,7 @@ async def logs_of(config: Config, runtime: Runtime) -> tuple[Logs, IdWindow]:
                 window.take(id + source)
         kept = [topic for section in config.epochs for topic in section.topics]
         kept += [section.topic for section in config.channel]
+        kept += [topic for section in config.recovery for topic in section.topics]
         return Logs(durable, volatile, patterns(history.volatile), patterns([*history.record, *kept])), window
     except BaseException:
         await durable.close()

@@ -105,6 +105,8 @@ FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], s
     "edge_clients": (GAUGE, "kind", "Places of the HTTP edge that hold a connection: streams and held requests"),
     "edge_refused": (COUNTER, "reason", "Requests and connections that the HTTP edge refused or cut off, by reason"),
     "edge_events": (COUNTER, "kind", "Events and items that the HTTP edge has written to clients, by kind of client"),
+    "recovery": (COUNTER, "source what", "Questions to a recovery source, and what became of the messages it has sent"),
+    "recovery_waiting": (GAUGE, "source", "Messages that wait for those before them, which a source is asked for"),
     "epochs": (COUNTER, "group what", "Records of groups that have epochs, and how the epochs ended"),
     "epochs_open": (GAUGE, "group", "Epochs that are open"),
     "grip_items": (COUNTER, "what", "Items of GRIP channels, and what was done with them"),

@@ -222,6 +222,12 @@ class LossReports:
         log.error("items of a channel are lost", channel=channel, topic=uris.format(topic), what=what)
         self._gaps.add(Gap(reason=Gap.REASON_NETWORK), "", f"of {uris.format(topic)}, channel {channel!r}: {what}")
 
+    def not_recovered(self, topic: UUri, source: Log, what: str) -> None:
+        """Reports that messages of a topic which has a recovery source may be missing in a log."""
+        log.error("messages may be lost, and were not recovered", topic=uris.format(topic), what=what)
+        gap = Gap(reason=Gap.REASON_NETWORK, incarnation=source.incarnation)
+        self._gaps.add(gap, "", f"topic {uris.format(topic)}: {what}")
+
     def subscriptions_lost(self, changes: int) -> None:
         what = f"{changes} changes of subscriptions are lost: who subscribed or unsubscribed lately has to do so again"
         self._durable.losses.report(damages.SUBSCRIPTIONS, what)

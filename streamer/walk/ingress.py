@@ -49,6 +49,10 @@ log = structlog.get_logger()
 OnPlainCopy = Callable[[EncodedMessage], bool]
 """Called with each message of a topic. True: it is a copy of a record that is followed, and is dropped."""
 
+Pass = Callable[[EncodedMessage, bytes], "asyncio.Future[int] | None"]
+"""Takes a message of a topic that has a recovery source, with its key in the window of ids. The future is settled when
+the message is committed; None: it was before."""
+
 
 @dataclass(slots=True)
 class Disposition:
@@ -68,6 +72,7 @@ class Disposition:
     bytes_max: int = UNLIMITED  # of a payload
     is_beyond_limit: bool = False  # there are too many topics for one more
     on_plain_copy: OnPlainCopy | None = None
+    gate: Pass | None = None  # appends them in place of the ingress
 
 
 def is_fleeting(source: UUri) -> bool:
@@ -136,6 +141,7 @@ class Dispatch:
     # of a topic at an endpoint: whether a followed history records it even if nobody wants it, and what takes its plain
     # messages
     followed: Callable[[Endpoint, UUri], tuple[bool, OnPlainCopy | None]]
+    recovered: Callable[[UUri], Pass | None]  # of a topic that has a recovery source
     message_bytes_max: int = MESSAGE_BYTES_MAX
 
 
@@ -204,6 +210,10 @@ class Ingress(EncodedListener):
                 self._drop(verdict, message)
                 continue
             key = message.id_bytes + verdict.source
+            if verdict.gate is not None:
+                if (taken := verdict.gate(message, key)) is not None:
+                    pending.append(taken)
+                continue
             if not take(key):
                 duplicates += 1
                 continue
@@ -221,8 +231,8 @@ class Ingress(EncodedListener):
                 dispatch.express.queues[peer.name].put(message)
             else:
                 inside.append(message.decoded())
-        if inside and (taken := dispatch.hosted.deliver(inside)) is not None:
-            pending.append(taken)
+        if inside and (delivered := dispatch.hosted.deliver(inside)) is not None:
+            pending.append(delivered)
         for target, (streams, batch) in appends.items():
             offer = functools.partial(self._appenders[target].offer, streams, batch)
             future = dispatch.flows[target].append(len(batch), offer)
@@ -431,5 +441,6 @@ class Ingress(EncodedListener):
         if dispatch.view.decide(source, None, target) or dispatch.logs.is_recorded(source) or is_followed:
             is_named = dispatch.view.names(source) or dispatch.logs.names(source)
             verdict = Disposition(target, target.stream_id(source, None, wanted=is_named))
+            verdict.gate = None if self._trusted else dispatch.recovered(source)
         verdict.on_plain_copy = on_plain_copy
         return verdict

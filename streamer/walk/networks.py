@@ -116,12 +116,14 @@ class Networks:
         backoff: Callable[[], Backoff],
         on_connected: Callable[[Endpoint], None],
         on_loss: Callable[[Endpoint, str, int | None], None],
+        on_listens: Callable[[Endpoint], None] = lambda _: None,
     ) -> None:
         """`record`: the topics that are kept even if nobody has subscribed. `folder`: where transports keep state for
-        the next process."""
+        the next process. `on_listens`: called when a network that is new or back is listened to."""
         self._ingresses, self._view, self._interest = ingresses, view, interest
         self._hosted, self._record = hosted, tuple(record)
         self._folder, self._backoff, self._on_connected, self._on_loss = folder, backoff, on_connected, on_loss
+        self._on_listens = on_listens
         self._networks: dict[str, EndpointNetwork] = {}
         self._back = asyncio.Event()  # set when a network is back or waiting has ended
         self._stopping = False
@@ -294,8 +296,8 @@ class Networks:
                 async with asyncio.timeout_at(retry_at):
                     await network.changed.wait()
             network.changed.clear()
-            retry = network.may_accept or (retry_at is not None and loop.time() >= retry_at)
-            network.may_accept = False
+            is_back, network.may_accept = network.may_accept, False
+            retry = is_back or (retry_at is not None and loop.time() >= retry_at)
             if await self._listen(network, retry) is not None:
                 if retry or retry_at is None:
                     retry_at = loop.time() + backoff.next_ms() / 1000
@@ -304,6 +306,8 @@ class Networks:
                 retry_at = None
             if not network.tried.is_set():
                 self._has_tried(network)
+            if is_back and network.is_connected:
+                self._on_listens(network.endpoint)
 
     async def listen_before_answer(self, _: Any) -> None:
         """Listen before the embedded service answers, so that nothing published after the answer is missed.
