@@ -24,6 +24,7 @@ from aiohttp_sse import EventSourceResponse
 from history.log.log import Log
 from history.service.service import HistoryService
 from streamer.config.edge import HttpSection
+from streamer.edge.places import Places
 from streamer.edge.streams import HttpStreams
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
@@ -51,7 +52,7 @@ class Ours:
         self._log = await Log.open(Path(tempfile.mkdtemp()) / "history.db", name="durable")
         service = HistoryService(transport, local, [self._log])
         await service.start()
-        return HttpStreams(service, self, HttpSection()).get
+        return HttpStreams(service, self, HttpSection(), Places(100_000)).get
 
     async def of(self, request: web.Request) -> UUri:
         return uris.uri("phone", 0x8000, 1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from typing import Final
 
 from aiohttp import web
@@ -98,7 +97,7 @@ class StreamClient:
         self._counts, self._feeds, self._reading, self._output = counts, feeds, reading, output
         self._query, self._caller = query, caller
 
-    async def run(self, before: ReaderState, first: Accepted, is_allowed: Callable[[], bool]) -> None:
+    async def run(self, before: ReaderState, first: Accepted) -> None:
         """Write until the client goes. `first`: the answer to the first request, behind `before`. Raises
         ConnectionError."""
         await self._write(before, first)
@@ -114,9 +113,9 @@ class StreamClient:
                 await asyncio.sleep(AGAIN_S)
                 continue
             try:
-                while feed.end is None and is_allowed():
+                while feed.end is None:
                     await self._read_up_to(feed)
-                    await self._follow(feed, is_allowed)
+                    await self._follow(feed)
             except UStatusError as error:
                 if error.code not in AGAIN:
                     return
@@ -124,9 +123,6 @@ class StreamClient:
             finally:
                 self._feeds.leave(feed)
             if feed.end is not None and feed.end.code != UCode.ABORTED:
-                return
-            if not is_allowed():
-                self._counts["revoked"] += 1
                 return
 
     async def _read_up_to(self, feed: Feed) -> None:
@@ -138,14 +134,14 @@ class StreamClient:
     async def _write(self, before: ReaderState, accepted: Accepted) -> None:
         for event in self._reading.events(before, accepted):
             await self._output.add(id_line(event.id) + event.lines)
-            self._counts["gaps" if event.is_gap else "events"] += 1
+            self._counts["gaps" if event.is_gap else "stream"] += 1
         await self._output.flush()
 
-    async def _follow(self, feed: Feed, is_allowed: Callable[[], bool]) -> None:
+    async def _follow(self, feed: Feed) -> None:
         """Write the events of the feed, until it ends or has dropped what this client has not taken yet."""
         positions, add = dict(self._reading.state.positions), self._output.add
         number, is_level, id = feed.number_for(positions), False, position_text(self._reading.state)
-        while number is not None and is_allowed():
+        while number is not None:
             events = feed.from_number(number)
             if events is None:
                 break
@@ -158,7 +154,7 @@ class StreamClient:
                     is_level = is_behind(positions, event.position)
                 id = event.id if is_level else position_text(ReaderState(positions))
                 await add(id_line(id) + event.lines)
-                self._counts["gaps" if event.is_gap else "events"] += 1
+                self._counts["gaps" if event.is_gap else "stream"] += 1
             if feed.next_number == number and feed.newest_id != id:
                 is_level = is_level or is_behind(positions, feed.newest.positions)
                 if is_level:  # what it has read past had nothing for this client

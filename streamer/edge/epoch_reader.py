@@ -10,7 +10,7 @@ import base64
 import binascii
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 from history.epochs.assembling import Assembled, Assembler
@@ -75,13 +75,11 @@ class EpochReader:
         self._request.max_records = 1
         await self._history.read(self._caller, self._request)
 
-    async def write(self, output: Output, is_allowed: Callable[[], bool]) -> None:
+    async def write(self, output: Output) -> None:
         """Write until the client goes. Raises UStatusError, ConnectionError."""
         await output.add(_id(self.subscriber.cursor) + b"\n")
         await output.flush()
         async for epoch in self.subscriber.epochs():
-            if not is_allowed():
-                return
             for gap in self._lost:
                 await output.add(event_lines(gap_text(gap), "gap"))
             self._lost.clear()

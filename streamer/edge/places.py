@@ -10,18 +10,19 @@ from typing import Final
 
 from streamer.operating.states import Sample, each
 
-KINDS: Final = ("stream", "held_stream", "held_response")  # of clients
+KINDS: Final = ("stream", "poll", "held_stream", "held_response")  # of clients
 
 
 class Places:
     """There are `clients_max`, for all kinds of clients together. `refused` counts, by reason, what was turned away or
-    cut off."""
+    cut off, `events` what was written to clients."""
 
     def __init__(self, clients_max: int) -> None:
         self._clients_max = clients_max
         self._taken: dict[asyncio.Task[object], Callable[[], bool]] = {}  # is it still allowed?
         self.count = Counter[str](dict.fromkeys(KINDS, 0))
         self.refused = Counter[str]()
+        self.events = Counter[str]()  # by kind of client
 
     def __len__(self) -> int:
         """Returns how many are taken."""
@@ -61,3 +62,4 @@ class Places:
     def samples(self) -> Iterator[Sample]:
         yield from each("edge_clients", (), self.count)
         yield from each("edge_refused", (), self.refused)
+        yield from each("edge_events", (), self.events)

@@ -12,7 +12,6 @@ change is 400, 401 or 403.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Final, Protocol
 
@@ -25,8 +24,10 @@ from streamer.edge.clients import Output, StreamClient, Watchdog
 from streamer.edge.epoch_reader import EpochReader
 from streamer.edge.events import gap_of
 from streamer.edge.feeds import AGAIN, Feeds, ReadableHistory
+from streamer.edge.places import Places
 from streamer.edge.positions import StreamStart, position_text
 from streamer.edge.query import Query
+from streamer.operating.states import Sample
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -50,26 +51,29 @@ class CallersOfStreams(Protocol):
         """Returns the uEntity as which the client reads. Raises web.HTTPException: 401, 403."""
 
     def still_allowed(self, request: web.Request, caller: UUri) -> bool:
-        """Returns False if the client's token has been withdrawn since then."""
+        """Returns False if the client's token was withdrawn since then."""
 
 
 class HttpStreams:
-    """Serves GET /stream from `history`. `counts`: events, gaps, slow (clients that were cut off), overload, revoked,
-    refused."""
+    """Serves GET /stream from `history`. What it counts is in `places`: events and gaps, and who was refused."""
 
-    def __init__(self, history: ReadableHistory, callers: CallersOfStreams, section: HttpSection) -> None:
-        self._history, self._callers, self._section = history, callers, section
+    def __init__(
+        self, history: ReadableHistory, callers: CallersOfStreams, section: HttpSection, places: Places
+    ) -> None:
+        self._history, self._callers, self._section, self._places = history, callers, section, places
         self._feeds = Feeds(history)
-        self.clients = self.epoch_clients = 0
-        self.counts: Counter[str] = Counter()
-        self._watchdog = Watchdog(section.send_s, self.counts)
+        self._epoch_clients = 0
+        self._watchdog = Watchdog(section.send_s, places.refused)
 
     def __repr__(self) -> str:
-        return f"HttpStreams({self.clients} clients, {len(self._feeds)} feeds, {dict(self.counts)})"
+        return f"HttpStreams({len(self._places)} clients, {len(self._feeds)} feeds)"
 
     @property
     def feeds(self) -> int:
         return len(self._feeds)
+
+    def samples(self) -> Iterator[Sample]:
+        yield "edge_feeds", (), self.feeds
 
     def close(self) -> None:
         """End all streams; their clients come back. May be called twice."""
@@ -85,7 +89,6 @@ class HttpStreams:
                 return await self._page(caller, query)
             return await self._stream(request, caller, query)
         except UStatusError as error:
-            self.counts["refused"] += 1
             if error.code in AGAIN and not is_poll:
                 return await self._come_back(request)
             status = _CODES.get(error.code, 500)
@@ -94,7 +97,7 @@ class HttpStreams:
 
     async def _come_back(self, request: web.Request) -> web.StreamResponse:
         """Answer 200 with the time after which an EventSource connects again, and close."""
-        self.counts["overload"] += 1
+        self._places.refused["overload"] += 1
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         response.force_close()
         await response.prepare(request)
@@ -104,14 +107,13 @@ class HttpStreams:
     # -- mode=poll
 
     async def _page(self, caller: UUri, query: Query) -> web.StreamResponse:
-        if self.clients >= self._section.clients_max:
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, "too many clients: come back later")
+        self._require_place()
         since = StreamStart.of(query.since)
         reading = self._feeds.reading(caller, query.topics, query.format)
         reading.begin(since.state, since.start)
-        with self._counted():
+        with self._places.taken("poll"):
             accepted = await reading.next(query.wait_ms, records_max=query.records_max)
-        self.counts["gaps"] += len(accepted.gaps)
+        self._places.events["gaps"] += len(accepted.gaps)
         if accepted.gaps:  # reported once: `next` is behind them, and in front of the records that follow
             before = accepted.state.copy()
             for record in accepted.records:
@@ -119,7 +121,7 @@ class HttpStreams:
             what = {"gaps": [gap_of(gap) for gap in accepted.gaps], "next": position_text(before)}
             return web.json_response(what, status=410)
         events = [reading.encode(record) for record in accepted.records]
-        self.counts["events"] += len(events)
+        self._places.events["poll"] += len(events)
         if query.format == "umessage":
             events = [f'"{event}"' for event in events]
         more = "true" if reading.has_more else "false"
@@ -128,18 +130,13 @@ class HttpStreams:
 
     # -- streams
 
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        self.clients += 1
-        try:
-            yield
-        finally:
-            self.clients -= 1
+    def _require_place(self) -> None:
+        if self._places.are_full:
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, "too many clients: come back later")
 
     async def _stream(self, request: web.Request, caller: UUri, query: Query) -> web.StreamResponse:
-        if self.clients >= self._section.clients_max:
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, "too many clients: come back later")
-        with self._counted():
+        self._require_place()
+        with self._places.taken("stream", lambda: self._callers.still_allowed(request, caller)):
             if query.is_atomic:
                 return await self._stream_epochs(request, caller, query)
             since = StreamStart.of(query.since)
@@ -147,8 +144,8 @@ class HttpStreams:
             reading.begin(since.state, since.start)
             accepted = await reading.next()  # before the answer begins: a refusal is not a stream
             async with self._output(request) as output:
-                client = StreamClient(self.counts, self._feeds, reading, output, query, caller)
-                await client.run(since.state, accepted, lambda: self._callers.still_allowed(request, caller))
+                client = StreamClient(self._places.events, self._feeds, reading, output, query, caller)
+                await client.run(since.state, accepted)
             return output.response
 
     @contextlib.asynccontextmanager
@@ -168,17 +165,17 @@ class HttpStreams:
         await response.wait()
 
     async def _stream_epochs(self, request: web.Request, caller: UUri, query: Query) -> web.StreamResponse:
-        if self.epoch_clients >= EPOCH_CLIENTS_MAX:
+        if self._epoch_clients >= EPOCH_CLIENTS_MAX:
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{EPOCH_CLIENTS_MAX} streams of epochs run: come back later")
-        self.epoch_clients += 1
+        self._epoch_clients += 1
         try:
             reader = EpochReader(self._history, caller, query)
             await reader.check()
             async with self._output(request) as output, reader.subscriber:
                 try:
-                    await reader.write(output, lambda: self._callers.still_allowed(request, caller))
+                    await reader.write(output)
                 except UStatusError as error:
                     log.warning("a stream of epochs ends", error=str(error))
             return output.response
         finally:
-            self.epoch_clients -= 1
+            self._epoch_clients -= 1

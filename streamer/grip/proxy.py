@@ -58,7 +58,7 @@ class HeldClients(Protocol):
     def are_full(self) -> bool:
         """One more has to come back later."""
 
-    def held(self, kind: str) -> AbstractContextManager[None]:
+    def taken(self, kind: str) -> AbstractContextManager[None]:
         """The current task serves a client of this kind."""
 
 
@@ -242,7 +242,7 @@ class Proxy:
             await self._put(response, content)
 
         url = str(backend.url)
-        with self._clients.held("held_stream"):
+        with self._clients.taken("held_stream"):
             try:
                 await HeldStream(self._channels, self._links, write, url, request.host).run(said)
             except UStatusError as error:
@@ -261,7 +261,7 @@ class Proxy:
         loop, backoff, asks = asyncio.get_running_loop(), self._backoff.sibling(), 0
         until = loop.time() + (RESPONSE_TIMEOUT_S if said.timeout_s is None else said.timeout_s)
         try:
-            with self._clients.held("held_response"), HeldRequest(self._channels, self._links.tick) as held:
+            with self._clients.taken("held_response"), HeldRequest(self._channels, self._links.tick) as held:
                 while True:
                     body = await self._body(section, backend)
                     held.hold(said, sent)

@@ -19,7 +19,7 @@ from urllib.parse import quote
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ConfigDict, Field
 
-from streamer.config.edge import Link
+from streamer.config.edge import LinkUrl
 from streamer.grip.link import LinkAnswer, Links, resolved
 from streamer.recovery.asking import PAGE_MESSAGES_MAX
 from streamer.recovery.source import Fetched, RecoveryPlugin, RecoverySource
@@ -47,7 +47,7 @@ class HttpSourceConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    url: Link
+    url: LinkUrl
     """of the history; `{topic}` in it becomes the topic, quoted"""
     token_file: Path | None = None
     """its text is shown as `Authorization: Bearer`; it is read again for each question"""

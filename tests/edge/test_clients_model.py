@@ -87,7 +87,7 @@ class Phone:
             self._take(response.data.decode())
 
     async def _read(self, client: StreamClient, before: ReaderState, reading: feeds.HistoryReading) -> None:
-        await client.run(before, await reading.next(), lambda: True)
+        await client.run(before, await reading.next())
 
     def _take(self, text: str) -> None:
         for block in text.split("\n\n"):

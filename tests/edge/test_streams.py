@@ -23,6 +23,7 @@ from history.log.log import Log
 from history.service.matches import Sight, Sights
 from streamer.config.edge import HttpSection
 from streamer.edge import feeds
+from streamer.edge.places import Places
 from streamer.edge.streams import HttpStreams
 from tests.history.test_epochs_whole import FRONTIERS, START_MS, message
 from tests.history.world import HistoryWorld, publishes
@@ -121,7 +122,9 @@ class World(HistoryWorld):
     async def start_with(self, *logs: Log, section: HttpSection | None = None, **service: Any) -> None:
         await self.open(*logs, **service)
         self.callers = Callers()
-        self.streams = HttpStreams(self.service, self.callers, section or HttpSection(keep_alive_s=60))
+        section = section or HttpSection(keep_alive_s=60)
+        self.places = Places(section.clients_max)
+        self.streams = HttpStreams(self.service, self.callers, section, self.places)
         app = web.Application()
         app.router.add_get("/stream", self.streams.get)
         self.server = TestServer(app)
@@ -223,7 +226,7 @@ async def test_many_clients_share_one_reader(world: World) -> None:
         assert [await one.texts(1), await two.texts(1), await other.texts(1)] == [["1"], ["1"], ["2"]]
         assert world.streams.feeds == 2
         assert one.last_id == two.last_id
-    await becomes(lambda: not world.streams.clients)
+    await becomes(lambda: not world.places.count["stream"])
     assert world.streams.feeds == 0
 
 
@@ -248,7 +251,7 @@ async def test_a_client_that_takes_nothing_is_cut_off_and_resumes_without_loss(t
             await world.publish(f"{number} " + "x" * 20_000)
         found, last = list[str](), ""
         async with world.reader("topic=//vehicle/20/1/8001&since=earliest") as reader:
-            await becomes(lambda: bool(world.streams.counts["slow"]))
+            await becomes(lambda: bool(world.places.refused["slow"]))
             try:
                 while (event := await reader.next()) is not None:
                     found.append(event.text.split()[0])
@@ -361,9 +364,12 @@ async def test_a_withdrawn_token_ends_the_stream(world: World) -> None:
     async with world.reader() as reader:
         await reader.until_id()
         world.callers.withdrawn = True
+        world.places.look()
         await world.publish("secret")
-        assert await reader.next() is None
-    assert world.streams.counts["revoked"] == 1
+        with pytest.raises(aiohttp.ClientError):  # cut off: the next request is refused
+            await reader.next()
+        assert b"secret" not in reader.raw
+    assert world.places.refused["token"] == 1
 
 
 async def test_the_edge_ends_its_streams_when_it_stops(world: World) -> None:

@@ -67,7 +67,7 @@ class MemoryClients:
         return self.count.total() >= self._clients_max
 
     @contextlib.contextmanager
-    def held(self, kind: str) -> Iterator[None]:
+    def taken(self, kind: str) -> Iterator[None]:
         self.count[kind] += 1
         try:
             yield
