@@ -6,5 +6,5 @@ corpus/TARGET/* --mutate (atheris, else mutate.py)--> input --TARGET--> the docu
                                                                         kept in out/fuzz
 
 docs/fuzzing.md says how to run it. `registry` holds the targets, which are defined in wires (networks), services (core
-services), files and grip.
+services), files, edge and grip (HTTP).
 """

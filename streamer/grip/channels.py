@@ -47,7 +47,7 @@ KNOWN_SHOWN_MAX: Final = 10  # names of channels in an error
 COUNTED: Final = ("items", "repeats", "gaps", "recovered", "refused", "overload")
 AppendTo = Callable[[Log, list[int], list[EncodedMessage], FollowedFrom], Awaitable[None]]
 OnItem = Callable[[Item], None]
-OnGap = Callable[[str, UUri, str], None]  # name of the channel, its topic, what is missing
+OnMissing = Callable[[str, UUri, str], None]  # name of the channel, its topic, what is missing
 Tag = asyncio.Future[None]
 
 log = structlog.get_logger()
@@ -98,7 +98,7 @@ class Channel:
     """One channel. Its turns come one after the other: what arrives meanwhile is appended with the next one."""
 
     def __init__(
-        self, section: ChannelSection, wait_s: float, outlet: Outlet, links: Links | None, on_gap: OnGap
+        self, section: ChannelSection, wait_s: float, outlet: Outlet, links: Links | None, on_gap: OnMissing
     ) -> None:
         self.name, self.topic, self.link = section.name, uris.parse(section.topic), section.link
         self._outlet, self._links, self._on_gap = outlet, links, on_gap
@@ -244,7 +244,7 @@ class Channels:
     """All channels of the configuration. `close` before the log is closed."""
 
     def __init__(
-        self, sections: Iterable[ChannelSection], wait_s: float, outlet: Outlet, links: Links | None, on_gap: OnGap
+        self, sections: Iterable[ChannelSection], wait_s: float, outlet: Outlet, links: Links | None, on_gap: OnMissing
     ) -> None:
         """`links`: for channels with a link; closed with the channels."""
         self._links = links

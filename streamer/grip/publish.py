@@ -30,14 +30,16 @@ _STATUSES: Final = {
     UCode.UNAVAILABLE: 503,
 }
 
-Publish = Callable[[Sequence[Item]], Awaitable[None]]
+TakeItems = Callable[[Sequence[Item]], Awaitable[None]]
 
 
 class PublishHandler:
     """`publish`: takes the items, and returns once they are committed. `key`: None, if publishers need no JWT: then a
     page of a browser may not publish."""
 
-    def __init__(self, publish: Publish, key: PublisherKey | None, content_bytes_max: int = MESSAGE_BYTES_MAX) -> None:
+    def __init__(
+        self, publish: TakeItems, key: PublisherKey | None, content_bytes_max: int = MESSAGE_BYTES_MAX
+    ) -> None:
         self._publish, self._key, self._content_bytes_max = publish, key, content_bytes_max
 
     async def post(self, request: web.Request) -> web.StreamResponse:

@@ -20,7 +20,7 @@ WAITING_BYTES_MAX: Final = 4 << 20
 T = TypeVar("T")
 # next: follows the last item; gap: items before it are missing; repeat: it went on before; recovered: it is among what
 # was had from elsewhere
-Kind = Literal["next", "gap", "repeat", "recovered"]
+TurnKind = Literal["next", "gap", "repeat", "recovered"]
 
 
 class Turn(NamedTuple, Generic[T]):
@@ -28,7 +28,7 @@ class Turn(NamedTuple, Generic[T]):
 
     item: Item
     tags: list[T]
-    kind: Kind
+    kind: TurnKind
 
 
 class LastIds(NamedTuple):
@@ -43,7 +43,7 @@ class LastIds(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class _Waiting(Generic[T]):
+class _WaitingItem(Generic[T]):
     item: Item
     until: float
     size: int
@@ -63,7 +63,7 @@ class Sequencer(Generic[T]):
     ) -> None:
         self.last, self._wait_s = last, wait_s
         self._waiting_max, self._waiting_bytes_max = waiting_max, waiting_bytes_max
-        self._waiting: dict[_Waiting[T], None] = {}  # in the order of arrival
+        self._waiting: dict[_WaitingItem[T], None] = {}  # in the order of arrival
         self._bytes = 0  # of those
 
     def __repr__(self) -> str:
@@ -87,7 +87,7 @@ class Sequencer(Generic[T]):
             if one.item == item and item.id is not None:  # the same request once more
                 one.tags.append(tag)
                 return []
-        waiting = _Waiting(item, now + self._wait_s, item.size, [tag])
+        waiting = _WaitingItem(item, now + self._wait_s, item.size, [tag])
         self._waiting[waiting] = None
         self._bytes += waiting.size
         self._let_go_beyond_limits(now)
@@ -136,14 +136,14 @@ class Sequencer(Generic[T]):
         self._bytes = 0
         return tags
 
-    def _kind_of(self, item: Item) -> Kind:
+    def _kind_of(self, item: Item) -> TurnKind:
         last = self.last.unordered if item.no_seq else self.last.ordered
         if item.id is not None and item.id == last:
             return "repeat"
         follows = item.no_seq or item.prev_id is None or last is None or item.prev_id == last
         return "next" if follows else "gap"
 
-    def _go(self, item: Item, tags: list[T], kind: Kind) -> list[Turn[T]]:
+    def _go(self, item: Item, tags: list[T], kind: TurnKind) -> list[Turn[T]]:
         turn = Turn(item, tags, kind)
         if kind == "repeat":
             return [turn]
@@ -159,7 +159,7 @@ class Sequencer(Generic[T]):
             turns.append(Turn(one.item, one.tags, "next"))
         return turns
 
-    def _remove(self, one: _Waiting[T]) -> None:
+    def _remove(self, one: _WaitingItem[T]) -> None:
         del self._waiting[one]
         self._bytes -= one.size
 
