@@ -23,7 +23,7 @@ import structlog
 from history.records.chunk import Scan
 from streamer.egress.holds import AddressHold
 from streamer.egress.plans import Plans, items_of
-from streamer.egress.sender import Item, OrderKey, PriorityQueue, Sender, key_of
+from streamer.egress.sender import OrderKey, PriorityQueue, QueuedRecord, Sender, key_of
 from streamer.letters.dead_letter import DeadLetters
 from streamer.walk.view import Target
 from uprotocol import uuid as uuids
@@ -77,12 +77,12 @@ class Reading:
         is_retention = before - 1 <= self._log.floor_seq
         self.on_gap(after, before, Gap.REASON_RETENTION if is_retention else Gap.REASON_CORRUPTION)
 
-    def dead(self, item: Item, code: UCode.ValueType, reason: str) -> None:
+    def dead(self, item: QueuedRecord, code: UCode.ValueType, reason: str) -> None:
         self._peer.dropped["undeliverable"] += 1
         self._dead_letters.add(item[1], code, reason, self._peer.name)
 
 
-class Aside(dict[OrderKey, deque[Item]]):
+class Aside(dict[OrderKey, deque[QueuedRecord]]):
     """The streams of `queue` that don't get through though others do, each with its items that wait. `time` is the
     event loop's.
 
@@ -91,7 +91,7 @@ class Aside(dict[OrderKey, deque[Item]]):
                                    '-- new messages with the same OrderKey wait behind it
     """
 
-    def __init__(self, queue: PriorityQueue[Item], backoff: Backoff, time: Callable[[], float]) -> None:
+    def __init__(self, queue: PriorityQueue[QueuedRecord], backoff: Backoff, time: Callable[[], float]) -> None:
         super().__init__()
         self._queue, self._backoff, self._time = queue, backoff, time
         self._tried: set[OrderKey] = set()
@@ -111,7 +111,7 @@ class Aside(dict[OrderKey, deque[Item]]):
     def oldest_seq(self) -> int | None:
         return min((item[0] for queue in self.values() for item in queue), default=None)
 
-    def takes(self, item: Item) -> bool:
+    def takes(self, item: QueuedRecord) -> bool:
         """Have `item` wait if its stream is stuck. Returns whether it waits."""
         queue = self.get(key_of(item[1]))
         if queue is None:
@@ -120,9 +120,9 @@ class Aside(dict[OrderKey, deque[Item]]):
         self._count([item], 1)
         return True
 
-    def take_out(self, which: Callable[[Item], bool]) -> list[Item]:
+    def take_out(self, which: Callable[[QueuedRecord], bool]) -> list[QueuedRecord]:
         """Remove and return the items for which `which` is true, here and from the queue."""
-        taken = list[Item]()
+        taken = list[QueuedRecord]()
         for key, queue in list(self.items()):
             out = [item for item in queue if which(item)]
             if out:
@@ -134,7 +134,7 @@ class Aside(dict[OrderKey, deque[Item]]):
         self._count(taken, -1)
         return taken + self._queue.take_out(which)
 
-    def due(self) -> list[Item]:
+    def due(self) -> list[QueuedRecord]:
         """Returns the first items of each stream, if it is time to try them. The caller then calls `put_back` with
         those that did not get through."""
         if not self or self._time() < self.due_at:
@@ -144,10 +144,10 @@ class Aside(dict[OrderKey, deque[Item]]):
         self._count(found, -1)
         return found
 
-    def put_back(self, again: Sequence[Item], stuck: Set[OrderKey] = frozenset()) -> None:
+    def put_back(self, again: Sequence[QueuedRecord], stuck: Set[OrderKey] = frozenset()) -> None:
         """Put items back that have not got through: in front of their stream if it is stuck, else of the queue. Also
         put the rest of the streams back whose `due` items got through."""
-        apart, rest = list[Item](), list[Item]()
+        apart, rest = list[QueuedRecord](), list[QueuedRecord]()
         for item in again:
             key = key_of(item[1])
             (apart if key in stuck or key in self else rest).append(item)
@@ -166,7 +166,7 @@ class Aside(dict[OrderKey, deque[Item]]):
         # in order of seq, since the cursor depends on the first item, which has to be the oldest
         self._queue.put_back(sorted(rest + moving, key=itemgetter(0)))
 
-    def _count(self, items: Sequence[Item], sign: int) -> None:
+    def _count(self, items: Sequence[QueuedRecord], sign: int) -> None:
         self.messages += sign * len(items)
         self.bytes += sign * sum(len(item[1].payload) for item in items)
 
@@ -174,7 +174,7 @@ class Aside(dict[OrderKey, deque[Item]]):
 class CatchUp:
     """Reads back for one pump, whose plans, holds and queue it shares."""
 
-    def __init__(self, plans: Plans, sender: Sender[Item], aside: Aside, reading: Reading) -> None:
+    def __init__(self, plans: Plans, sender: Sender[QueuedRecord], aside: Aside, reading: Reading) -> None:
         self._plans, self._peer, self._log = plans, plans.peer, plans.log
         self._topic_holds, self._address_holds = plans.topic_holds, plans.address_holds
         self._sender, self._aside, self.reading = sender, aside, reading
@@ -327,7 +327,7 @@ class CatchUp:
                 self._release(hold)
         return True
 
-    def _add(self, item: Item, now_ms: int) -> None:
+    def _add(self, item: QueuedRecord, now_ms: int) -> None:
         """Queue a record for the targets that have not had it."""
         seq, message, stream = item
         targets = self.targets.get(stream, ())
@@ -374,7 +374,7 @@ class CatchUp:
         self.trying[first[0], first[1].stamp.address], hold.tried = hold, first[0]
         self._sender.queue.put_back([first])
 
-    async def _first_of(self, hold: AddressHold) -> Item | None:
+    async def _first_of(self, hold: AddressHold) -> QueuedRecord | None:
         """Returns the first message that waits; None: nothing waits."""
         head, now = hold.head, uuids.now_ms()
         if (
@@ -427,11 +427,11 @@ class CatchUp:
         if not hold.is_over:
             self._release(hold)
 
-    def trial_of(self, item: Item) -> AddressHold | None:
+    def trial_of(self, item: QueuedRecord) -> AddressHold | None:
         """Removes the trial with `item`, and returns its hold."""
         return self.trying.pop((item[0], item[1].stamp.address), None)
 
-    def was_taken(self, hold: AddressHold, item: Item) -> None:
+    def was_taken(self, hold: AddressHold, item: QueuedRecord) -> None:
         """Note that the network has taken the trial of `hold`. The rest is read back soon."""
         self._address_holds.taken(hold)
         if hold.unit.startswith("=") and hold.tried == item[0]:
@@ -440,20 +440,20 @@ class CatchUp:
             self.read_back_at = loop_time() + GATHER_S
         self.taken.add(hold)
 
-    def withdraw_trial(self, item: Item) -> None:
+    def withdraw_trial(self, item: QueuedRecord) -> None:
         """Have `item`, which was removed before it left, tried again if it was a trial."""
         hold = self.trial_of(item) if self.trying else None
         if hold is not None and not hold.is_over:
             self._address_holds.not_tried(hold)
 
-    def skip_trial(self, item: Item) -> None:
+    def skip_trial(self, item: QueuedRecord) -> None:
         """Try the message behind `item`, which will never leave, if `item` was a trial."""
         hold = self.trying.get((item[0], item[1].stamp.address)) if self.trying else None
         if hold is not None and not hold.is_over and hold.tried == item[0]:
             self._address_holds.move(hold, item[0])
         self.withdraw_trial(item)
 
-    def ends_expired(self, item: Item, now_ms: int) -> bool:
+    def ends_expired(self, item: QueuedRecord, now_ms: int) -> bool:
         """Returns whether `item` has expired; then it becomes a dead letter."""
         expired = item[1].is_expired(now_ms)
         if expired:

@@ -21,7 +21,7 @@ from streamer.egress.catch_up import Aside, CatchUp
 from streamer.egress.holds import AddressHold, Kind, OwedTopics
 from streamer.egress.paused import Pause, Paused
 from streamer.egress.plans import Plans, items_of
-from streamer.egress.sender import Item, Sender, key_of
+from streamer.egress.sender import QueuedRecord, Sender, key_of
 from transports.base import NOT_TRIED
 from uprotocol import attributes as attrs
 from uprotocol.status import Settled, is_nobody_listening
@@ -43,7 +43,7 @@ HELD_CODES: Final = frozenset(
     }
 )
 
-Refused = tuple[Item, UStatus, Kind]
+Refused = tuple[QueuedRecord, UStatus, Kind]
 """A message that is to be held, the answer of the network, and the kind of the hold."""
 
 log = structlog.get_logger()
@@ -52,7 +52,9 @@ log = structlog.get_logger()
 class Holding:
     """What begins to wait in one pump, whose plans, holds and queue it shares."""
 
-    def __init__(self, plans: Plans, owed: OwedTopics, sender: Sender[Item], aside: Aside, catch_up: CatchUp) -> None:
+    def __init__(
+        self, plans: Plans, owed: OwedTopics, sender: Sender[QueuedRecord], aside: Aside, catch_up: CatchUp
+    ) -> None:
         self._plans, self._peer, self._log, self._owed = plans, plans.peer, plans.log, owed
         self._topic_holds, self._address_holds = plans.topic_holds, plans.address_holds
         self._sender, self._aside, self._catch_up = sender, aside, catch_up
@@ -65,10 +67,10 @@ class Holding:
 
     # Refused and unheard addresses
 
-    def sort_out(self, settled: Settled[Item]) -> Settled[Item]:
+    def sort_out(self, settled: Settled[QueuedRecord]) -> Settled[QueuedRecord]:
         """Hold the messages whose address is refused or unheard, and note the trials that were taken. Returns the
         others: sent, to be sent again, or dead letters."""
-        again, dead = list[tuple[Item, UStatus]](), list[tuple[Item, UStatus]]()
+        again, dead = list[tuple[QueuedRecord, UStatus]](), list[tuple[QueuedRecord, UStatus]]()
         held = list[Refused]()
         for item, status in settled.again:
             if not is_nobody_listening(status):
@@ -105,11 +107,11 @@ class Holding:
             again = self._hold_what_is_stuck(again)
         return Settled(settled.sent, again, dead)
 
-    def _hold_what_is_stuck(self, failed: list[tuple[Item, UStatus]]) -> list[tuple[Item, UStatus]]:
+    def _hold_what_is_stuck(self, failed: list[tuple[QueuedRecord, UStatus]]) -> list[tuple[QueuedRecord, UStatus]]:
         """While something is read back, hold streams that fail although others get through, as if they were refused.
         The reading back can then end, and the positions of these streams are on disk. Returns the others."""
         stuck = {key_of(item[1]) for item, status in failed if status.message != NOT_TRIED}
-        held, again = list[Refused](), list[tuple[Item, UStatus]]()
+        held, again = list[Refused](), list[tuple[QueuedRecord, UStatus]]()
         for item, status in failed:
             if item[0] <= self._catch_up.until and key_of(item[1]) in stuck and self._log.durable:
                 held.append((item, status, "refused"))
@@ -159,7 +161,7 @@ class Holding:
             if (hold := self._hold_of(item)) is not None:
                 self._address_holds.wait_behind(hold, item)
 
-    def _move_returning(self, first: dict[AddressHold, int], held: Sequence[Item]) -> None:
+    def _move_returning(self, first: dict[AddressHold, int], held: Sequence[QueuedRecord]) -> None:
         """Move holds that were refused again while they were read back. Everything before the first message that waits
         was taken; nothing after the position of the reading back was read."""
         for item in (*held, *self._sender.in_flight):
@@ -170,14 +172,14 @@ class Holding:
             head = hold.head[0] if hold.head is not None else seq
             self._address_holds.move(hold, min(seq, head, self._catch_up.position + 1) - 1)
 
-    def _hold_of(self, item: Item) -> AddressHold | None:
+    def _hold_of(self, item: QueuedRecord) -> AddressHold | None:
         """Returns the hold in which this message must wait; None: it may leave."""
         if (item[0], item[1].stamp.address) in self._catch_up.trying:
             return None
         hold = self._address_holds.of(*self._peer.addressed(item[1]))
         return hold if hold is not None and hold.is_waiting else None
 
-    def _try_fresh(self, sent: Sequence[Item]) -> None:
+    def _try_fresh(self, sent: Sequence[QueuedRecord]) -> None:
         """Try new holds again if a message that left after theirs was taken: the network takes such messages now."""
         for item in sent:
             hold = self._address_holds.of(*self._peer.addressed(item[1]))

@@ -33,7 +33,7 @@ import structlog
 from history.file.load import Cursor
 from history.log.cursors import CURSORS_MAX
 from history.log.log import Log
-from streamer.egress.sender import Item
+from streamer.egress.sender import QueuedRecord
 from streamer.walk.view import Target
 from uprotocol.status import code_name
 from uprotocol.v1.ucode_pb2 import UCode
@@ -206,7 +206,7 @@ class AddressHold:
     is_loaded: bool = False  # from before a restart: it may have more streams
     covers: set[str] | None = None  # addresses of a merged unit; None: unknown after a restart, so any
     records: int = 0  # known since the start to wait
-    head: Item | None = None  # the first message that waits, if it is in memory
+    head: QueuedRecord | None = None  # the first message that waits, if it is in memory
     was_heard: bool = False  # somebody has listened there in this process
     tries: int = 0
     due_at: float = 0.0  # loop time of the next try
@@ -340,7 +340,7 @@ class AddressHolds(dict[str, AddressHold]):
         address: str,
         authority: str,
         known: AddressHold | None,
-        item: Item,
+        item: QueuedRecord,
         status: UStatus,
         kind: Kind,
         *,
@@ -461,7 +461,7 @@ class AddressHolds(dict[str, AddressHold]):
         if hold.has_row:
             self._save(hold)
 
-    def wait_behind(self, hold: AddressHold, item: Item) -> None:
+    def wait_behind(self, hold: AddressHold, item: QueuedRecord) -> None:
         """Have `item` wait in `hold`."""
         self.passed(hold, item[0])
         hold.streams.add(item[2])

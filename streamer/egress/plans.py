@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, cast
 from history.log.log import Log
 from history.records.chunk import Chunk, is_publish
 from streamer.egress.holds import AddressHold, AddressHolds, TopicHold, TopicHolds
-from streamer.egress.sender import Item
+from streamer.egress.sender import QueuedRecord
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.view import Decision, Target, View
 from uprotocol import attributes as attrs
@@ -165,7 +165,7 @@ class Plans:
 
     # Messages for a record
 
-    def messages_for(self, item: Item) -> list[Item]:
+    def messages_for(self, item: QueuedRecord) -> list[QueuedRecord]:
         """Returns the messages to send for `item` by its stream's plan; first holds its topic if it is undecided."""
         seq, _, stream = item
         plan = self.by_stream[stream]
@@ -183,7 +183,7 @@ class Plans:
             if seq > since:
                 self.address_holds.passed(hold, seq)
 
-    def copies(self, plan: Plan, item: Item) -> list[Item]:
+    def copies(self, plan: Plan, item: QueuedRecord) -> list[QueuedRecord]:
         """Returns the message as the peer gets it, once or once per authority, thinned by the sample periods."""
         seq, message, stream = item
         created = message.created_ms
@@ -215,6 +215,6 @@ class Plans:
             del self.due_ms[stream]
 
 
-def items_of(chunk: Chunk) -> Iterator[Item]:
+def items_of(chunk: Chunk) -> Iterator[QueuedRecord]:
     """Yields the records of a chunk as items. All are EncodedMessages, both from the ingress and from disk."""
     return zip(chunk.seqs, cast(Sequence[EncodedMessage], chunk.messages), chunk.streams, strict=True)

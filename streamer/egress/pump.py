@@ -30,7 +30,7 @@ from streamer.egress.holding import PASSED_LETTERS_MAX, Holding
 from streamer.egress.holds import HELD_HOURS, HOLDER, AddressHolds, OwedTopics, TopicHolds
 from streamer.egress.paused import Pause, Paused
 from streamer.egress.plans import SKIP, Plans, items_of
-from streamer.egress.sender import LAND_S, Item, Landed, OrderKey, Sender, key_of
+from streamer.egress.sender import LAND_S, Landed, OrderKey, QueuedRecord, Sender, key_of
 from streamer.letters.dead_letter import DeadLetters
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.flow import ACTIVE_S, LAG_RECORDS_MAX, LAG_SHARE_MAX, Flow
@@ -128,7 +128,7 @@ class Pump:
         # Paced messages leave in batches of a quarter of a second, since urgent messages wait for the batch before
         # them, and a larger batch would leave at once after its wait
         batch_max = BATCH_MESSAGES_MAX if pace is None else min(BATCH_MESSAGES_MAX, max(1, pace.per_s // 4))
-        self.sender = Sender[Item](peer, batch_max, WINDOW_BYTES_MAX, pace=pace, cost=_units_of_batch)
+        self.sender = Sender[QueuedRecord](peer, batch_max, WINDOW_BYTES_MAX, pace=pace, cost=_units_of_batch)
         self.aside = Aside(self.sender.queue, backoff.sibling(), loop_time)
         self.plans = Plans(peer, source, view, self.topic_holds, self.address_holds)
         self.reading = Reading(self.plans, dead_letters, functools.partial(on_gap, peer, source))
@@ -353,7 +353,7 @@ class Pump:
     async def _send(self) -> None:
         """Send the next batch, highest class first; an expired message becomes a dead letter instead."""
         now, sender, aside = uuids.now_ms(), self.sender, self.aside
-        batch: list[Item] = []
+        batch: list[QueuedRecord] = []
         items = aside.due() if aside else []
         while True:
             batch += [item for item in items if not (item[1].stamp.ttl and self.catch_up.ends_expired(item, now))]
@@ -371,7 +371,7 @@ class Pump:
         if not await sender.send(batch, min([seq for seq, _, _ in batch]), is_trial=bool(aside)):
             aside.put_back(batch)
 
-    def _settle(self, landed: Landed[Item]) -> None:
+    def _settle(self, landed: Landed[QueuedRecord]) -> None:
         """Note messages that were taken as delivered. Send the others again, hold them, or make them dead letters."""
         if not landed.items:
             return
@@ -443,7 +443,7 @@ class Pump:
         self.sender.wake.set()
 
 
-def messages_of(chunk: Chunk, plans: Plans) -> list[Item] | None:
+def messages_of(chunk: Chunk, plans: Plans) -> list[QueuedRecord] | None:
     """Returns the messages to send for the new records in `chunk`, and holds undecided topics from here on. None: too
     many topics would have to be held."""
     by_stream = plans.by_stream
@@ -457,7 +457,7 @@ def messages_of(chunk: Chunk, plans: Plans) -> list[Item] | None:
     if plans.lacks_capacity:
         return None
     fresh = chunk.after(plans.read)
-    items = list[Item]()
+    items = list[QueuedRecord]()
     if len(wanted) == len(chunk.stream_set) and all(plan.as_is and plan.since < fresh.first_seq for plan in wanted):
         items = list(zip(fresh.seqs, cast(Sequence[EncodedMessage], fresh.messages), fresh.streams, strict=True))
     elif wanted:
@@ -466,5 +466,5 @@ def messages_of(chunk: Chunk, plans: Plans) -> list[Item] | None:
     return items
 
 
-def _units_of_batch(batch: list[Item]) -> int:
+def _units_of_batch(batch: list[QueuedRecord]) -> int:
     return sum(units_of(len(item[1].payload)) for item in batch)

@@ -70,7 +70,7 @@ SENDERS_SHARE: Final = 2  # the callers of one authority together get a half: on
 ASKED_AGAIN: Final = frozenset((ids.DESCRIBE, ids.POLL, ids.COMMAND))  # methods of a history that callers repeat
 
 T = TypeVar("T", bound=tuple[Any, EncodedMessage, Any])
-Item = tuple[int, EncodedMessage, int]  # seq, message, and the log's id of its stream
+QueuedRecord = tuple[int, EncodedMessage, int]  # seq, message, and the log's id of its stream
 OrderKey = tuple[bytes, int]
 """((type, source, sink), priority class): messages with the same key keep their order."""
 

@@ -18,7 +18,7 @@ from streamer.egress import catch_up
 from streamer.egress.catch_up import Aside
 from streamer.egress.paused import Paused
 from streamer.egress.pump import Pump
-from streamer.egress.sender import Item, PriorityQueue, key_of
+from streamer.egress.sender import PriorityQueue, QueuedRecord, key_of
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
 from streamer.walk.view import Decision, Leg, Target
@@ -170,7 +170,7 @@ async def _by_chance(seed: int) -> None:
 
 def test_who_is_aside_waits_until_it_is_due() -> None:
     now = 0.0
-    queue = PriorityQueue[Item]()
+    queue = PriorityQueue[QueuedRecord]()
     aside = Aside(queue, Backoff(1_000, 1_000), lambda: now)
     messages = [made(TOPICS[0], number) for number in range(3)]
     aside.put_back([(1, messages[0], 7)], {key_of(messages[0])})

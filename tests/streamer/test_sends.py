@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from streamer.egress.sender import Item, Sender
+from streamer.egress.sender import QueuedRecord, Sender
 from streamer.walk import networks
 from streamer.walk.endpoint import Endpoint
 from tests.streamer.conftest import Hearer, MakeWorld, World, text
@@ -144,7 +144,7 @@ class FailsOnce(UTransport):
 
 async def test_what_has_not_left_when_a_batch_fails_stays_behind_it() -> None:
     transport = FailsOnce()
-    sender = Sender[Item](hanging(transport, 60_000), 1, 1)
+    sender = Sender[QueuedRecord](hanging(transport, 60_000), 1, 1)
     one, two = ((seq, message, 1) for seq, message in enumerate(batch(b"1", b"2")))
     await sender.send([one])
     await asyncio.sleep(0)
