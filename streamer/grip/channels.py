@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 
 KEY: Final = "@channel:"  # and the name of a channel: its last ids in the log
 PENDING_BYTES_MAX: Final = 32 << 20  # of all items that are not answered yet; beyond it publishers come back later
-PENDING_ITEMS_MAX: Final = 20_000
-RECOVERY_S_MAX: Final = 15.0  # for all pages of a link
+PENDING_ITEMS_MAX = 20_000
+RECOVERY_S_MAX = 15.0  # for all pages of a link
+REST = 4  # a link that has failed is not asked for so many times as long as it took: items wait meanwhile
 KNOWN_SHOWN_MAX: Final = 10  # names of channels in an error
 
 COUNTED: Final = ("items", "repeats", "gaps", "recovered", "refused", "overload")
@@ -61,6 +62,13 @@ class Outlet:
 
     def log_of(self, topic: UUri) -> Log:
         return self._dispatch.logs.of(topic)
+
+    def forget_others(self, keys: Set[str]) -> None:
+        """Forgets the last ids of channels that are not configured any more."""
+        for one in self._dispatch.logs:
+            for key in one.followed.positions().keys() - keys:
+                if key.startswith(KEY):
+                    one.followed.keep(key, None)
 
     async def store(self, messages: list[EncodedMessage], key: str, position: bytes) -> None:
         """Returns when the messages and the position are committed. Raises UNAVAILABLE while the log can't be written
@@ -112,6 +120,7 @@ class Channel:
         self.listeners: list[OnItem] = []
         self.counts: Counter[str] = Counter()
         self.trouble = ""  # of its link
+        self._asks_after = 0.0  # loop time
 
     def __repr__(self) -> str:
         return f"Channel({self.name}, {self._sequencer}, {dict(self.counts)})"
@@ -169,8 +178,10 @@ class Channel:
 
     async def _pass_gap(self) -> None:
         """Asks the link for what is missing before the first item whose wait is over; without it the item goes on."""
-        loop = asyncio.get_running_loop()
-        recovered = await self._recovered() if self.link is not None else None
+        loop, recovered = asyncio.get_running_loop(), None
+        if self.link is not None and (begin := loop.time()) >= self._asks_after:
+            recovered = await self._recovered()
+            self._asks_after = loop.time() + REST * (loop.time() - begin) if self.trouble else 0.0
         if recovered is None:
             await self._store([], self._sequencer.expire(loop.time()))
             return
@@ -249,6 +260,7 @@ class Channels:
         """`links`: for channels with a link; closed with the channels."""
         self._links = links
         self._channels = {one.name: Channel(one, wait_s, outlet, links, on_gap) for one in sections}
+        outlet.forget_others({one.key for one in self._channels.values()})
         self._pending_items = self._pending_bytes = 0
         self._is_closed = False
         self.counts: Counter[str] = Counter()

@@ -102,6 +102,30 @@ async def test_items_are_committed_in_order_when_they_are_answered(make_world: M
     assert counts == {"items": 4, "repeats": 4, "gaps": 0, "recovered": 0, "refused": 0, "overload": 0}
 
 
+async def test_the_items_of_a_request_are_one_append(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, sizes, append = await make_world(NETWORKS, more=grip()), list[int](), Log.append
+
+    def counted(self: Log, streams: list[int], *more: Any) -> asyncio.Future[int]:
+        sizes.append(len(streams))
+        return append(self, streams, *more)
+
+    monkeypatch.setattr(Log, "append", counted)
+    await channels_of(world).publish(chain(*range(1, 1_001)))
+    assert sizes == [1_000]
+    await asyncio.gather(*(channels_of(world).publish(chain(number)) for number in range(1_001, 1_101)))
+    assert len(sizes) <= 3, "what comes during an append goes with the next one"
+    assert len(await recorded(world)) == 1_100
+
+
+async def test_a_channel_that_is_not_configured_any_more_is_forgotten(make_world: MakeWorld) -> None:
+    world = await make_world(NETWORKS, more=grip())
+    await channels_of(world).publish(chain(1))
+    world.config = world.config.model_copy(update={"channel": world.config.channel[1:]})
+    await world.restart()
+    await world.restart()
+    assert [key for key in world.streamer.logs.durable.followed.positions() if key.startswith("@")] == []
+
+
 async def test_a_blob_that_goes_back_to_what_it_was(make_world: MakeWorld) -> None:
     world = await make_world(NETWORKS, more=grip())
     for id, prev_id in (("A", "Z"), ("B", "A"), ("A", "B")):
@@ -410,8 +434,9 @@ async def test_an_answer_that_is_empty_and_goes_further_moves_the_last_id(linked
     ],
 )
 async def test_a_link_that_does_not_help_is_told_and_asked_at_the_next_gap(
-    linked: Linked, answer: Callable[[], web.Response], why: str
+    linked: Linked, answer: Callable[[], web.Response], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(made_of, "REST", 0)
     world, backend, heard = linked
     backend.answer = answer
     await channels_of(world).publish(chain(5))
@@ -433,3 +458,6 @@ async def test_a_link_that_never_answers(linked: Linked, monkeypatch: pytest.Mon
     await channels_of(world).publish(chain(5))
     assert await recorded(world) == ["apple 1", "apple 5"]
     assert any("no answer within 0.1 s" in problem for problem in world.streamer.problems())
+    await channels_of(world).publish(chain(9))
+    assert await recorded(world) == ["apple 1", "apple 5", "apple 9"]
+    assert len(backend.asked) == 1, "a slow link is not asked again at once"
