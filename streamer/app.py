@@ -135,8 +135,6 @@ class Streamer(ChangeableAssembly):
         yield Part("claims", run=self.claims.watch)
         yield Part("hand-overs", run=self.handovers.run)
         yield Part("follows", start=self.follows.start, stop=self.follows.stop)
-        if self.channels is not None:
-            yield Part("channels", stop=self.channels.close)
         if self.edge is not None:
             yield Part("HTTP edge", start=self.edge.open, run=self.edge.run, stop=self.edge.close)
         yield Part("recovery", start=self.recoveries.start, run=self.recoveries.run, stop=self.recoveries.stop)

@@ -70,10 +70,10 @@ from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest
 
 if TYPE_CHECKING:
-    from streamer.grip.channels import Channels
     from aiohttp import web
 
     from streamer.edge.callers import Callers
+    from streamer.grip.channels import Channels
 
 FOLLOW_MS_MIN: Final = 500  # shortest and ...
 FOLLOW_MS_MAX: Final = 60_000  # ... longest pause between attempts to follow a history
@@ -118,7 +118,7 @@ class Assembly:
         self._make_services()
         self._make_walk(window)
         self._make_networks()
-        self.channels = self._channels()
+        self.channels: Channels | None = None  # once the HTTP edge is open, if it has publishers
         self._make_reports()
 
     def _backoff(self) -> Backoff:
@@ -284,22 +284,34 @@ class Assembly:
 
     def _edge_handlers(self, callers: Callers | None, places: Places) -> Handlers:
         """Connects what answers requests at the HTTP edge."""
-        return Handlers(stream=_not_there_yet, proxied=None, publish=_not_there_yet)
+        handlers = Handlers(stream=_not_there_yet)
+        if self.config.grip.publish is not None:
+            handlers = self._with_publishers(handlers)
+        return handlers
 
-    def _channels(self) -> Channels | None:
-        """Returns the GRIP channels; None if there are none."""
-        config = self.config
-        if not config.channel:
-            return None
+    def _with_publishers(self, handlers: Handlers) -> Handlers:
+        """Creates the GRIP channels, and connects POST /publish/."""
         from streamer.grip.channels import Channels, Outlet  # imports aiohttp (0.1 s, 11 MiB) only if needed
         from streamer.grip.link import Links
-        from streamer.grip.signatures import Signer
+        from streamer.grip.publish import PublishHandler
+        from streamer.grip.signatures import PublisherKey, Signer
 
-        key = config.grip.sig_key_file
-        sign = None if key is None else Signer(key, config.grip.sig_issuer, self.runtime.now_ms).sign
-        links = Links(sign, answer_bytes_max=config.limits.message_bytes_max)  # a record for each page
+        config = self.config
+        key_file, sig_key_file = config.grip.publish_key_file, config.grip.sig_key_file
+        bytes_max = config.limits.message_bytes_max
+        key = None if key_file is None else PublisherKey(key_file)
+        sign = None if sig_key_file is None else Signer(sig_key_file, config.grip.sig_issuer, self.runtime.now_ms).sign
+        links = Links(sign, answer_bytes_max=bytes_max)  # a record for each page
         outlet = Outlet(self.dispatch, self.entry, self.home, self.follows.append)
-        return Channels(config.channel, config.grip.sequence_wait_s, outlet, links, self.losses.channel_gap)
+        self.channels = channels = Channels(
+            config.channel, config.grip.sequence_wait_s, outlet, links, self.losses.channel_gap
+        )
+        return handlers._replace(
+            publish=PublishHandler(channels.publish, key, bytes_max).post,
+            samples=[*handlers.samples, channels.samples],
+            conditions=[*handlers.conditions, channels.conditions],
+            closing=[*handlers.closing, channels.close],
+        )
 
     def _make_reports(self) -> None:
         config = self.config
@@ -351,8 +363,6 @@ class Assembly:
             found += self.embedded.conditions()
         found += self._interest_conditions()
         found += [*self.claims.conditions(), *self.handovers.conditions(), *self.follows.conditions()]
-        if self.channels is not None:
-            found += self.channels.conditions()
         if self.edge is not None:
             found += self.edge.conditions()
         found += self.recoveries.conditions()
@@ -413,8 +423,6 @@ class Assembly:
         yield from self.claims.samples()
         yield from self.handovers.samples()
         yield from self.follows.samples()
-        if self.channels is not None:
-            yield from self.channels.samples()
         if self.edge is not None:
             yield from self.edge.samples()
         yield from self.recoveries.samples()

@@ -27,22 +27,23 @@ SIGNATURE_S: Final = 3_600  # for which a Grip-Sig is valid
 RENEW_S: Final = 300  # a Grip-Sig is used for so long
 
 
-class _Key:
-    """A key in a file."""
+class _KeyFile:
+    """A key in a file, which is read at once: this blocks for a moment. Raises FAILED_PRECONDITION if it can't be."""
 
     def __init__(self, path: Path) -> None:
         self._files = KeptFiles([path], lambda: _read(path))
+        self._files.current()
 
     async def get(self) -> bytes:
-        """Raises FAILED_PRECONDITION if it could never be read; later the last one stays in use."""
+        """Returns the key of now; the last one if a new one can't be read."""
         return await asyncio.to_thread(self._files.current)
 
 
-class PublisherKey(_Key):
+class PublisherKey(_KeyFile):
     """The key with which publishers sign."""
 
     async def check(self, authorization: str | None) -> None:
-        """Checks the header `Authorization` of a request. Raises UNAUTHENTICATED, and the errors of `get`."""
+        """Checks the header `Authorization` of a request. Raises UNAUTHENTICATED."""
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise _denied("expected Authorization: Bearer, and a JWT")
@@ -55,7 +56,7 @@ class PublisherKey(_Key):
             ) from None
 
 
-class Signer(_Key):
+class Signer(_KeyFile):
     """Makes the value of `Grip-Sig`."""
 
     def __init__(self, path: Path, issuer: str, now_ms: Callable[[], int] = uuids.now_ms) -> None:
@@ -64,7 +65,7 @@ class Signer(_Key):
         self._made: tuple[bytes, float, str] = b"", 0.0, ""  # key, time in seconds, signature
 
     async def sign(self) -> str:
-        """Returns a JWT with `iss` and `exp`; the same one for some minutes. Raises the errors of `get`."""
+        """Returns a JWT with `iss` and `exp`; the same one for some minutes."""
         key, now = await self.get(), self._now_ms() / 1_000
         used, made_at, made = self._made
         if key != used or not made_at <= now < made_at + RENEW_S:

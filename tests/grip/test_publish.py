@@ -165,11 +165,11 @@ async def test_a_key_is_read_again_when_it_has_changed(serve: Serve, key_file: P
         (b"base64:AAAA", "expected 32 bytes or more .*, got 3"),
     ],
 )
-async def test_a_key_that_cant_be_used(tmp_path: Path, content: bytes | None, why: str) -> None:
+def test_a_key_that_cant_be_used(tmp_path: Path, content: bytes | None, why: str) -> None:
     if content is not None:
         (tmp_path / "key").write_bytes(content)
     with pytest.raises(UStatusError, match=f"FAILED_PRECONDITION: the key file .*/key can't be used: {why}"):
-        await Signer(tmp_path / "key", "edge").sign()
+        Signer(tmp_path / "key", "edge")
 
 
 async def test_a_grip_sig_is_made_for_some_minutes_and_is_what_gripcontrol_expects(key_file: Path) -> None:
@@ -187,6 +187,25 @@ async def test_a_grip_sig_is_made_for_some_minutes_and_is_what_gripcontrol_expec
     assert jwt.decode(second, KEY, ["HS256"]) == {"iss": "edge", "exp": now_ms // 1_000 + 3_600}
     key_file.write_bytes(KEY * 2)
     assert validate_sig(await signer.sign(), KEY * 2, "edge")
+
+
+async def test_a_streamer_serves_publishers_at_an_address_of_their_own(make_world: Any, key_file: Path) -> None:
+    world = await make_world(NETWORKS, more=grip().replace("[grip]\n", f"[grip]\npublish_key_file = '{key_file}'\n"))
+    url = f"http://127.0.0.1:{world.streamer.edge.publish_port}"
+    assert (await post(url))[0] == 401
+    good = bearer({"iss": "realm", "exp": int(time.time()) + 60})
+    assert (await post(url, Authorization=good))[:2] == (200, "Published\n")
+    unknown = {"items": [{"channel": "veg", "http-stream": {"content": "x"}}]}
+    assert (await post(url, unknown, Authorization=good))[:2] == (400, "unknown channel 'veg'; known: fruit, brief\n")
+    assert await recorded(world) == ["apple"]
+    assert ("grip_items", ("items",), 1) in list(world.streamer.samples())
+
+
+async def test_a_streamer_does_not_start_without_the_key_of_its_publishers(make_world: Any, tmp_path: Path) -> None:
+    more = grip().replace("[grip]\n", f"[grip]\npublish_key_file = '{tmp_path}/none'\n")
+    with pytest.raises(ExceptionGroup) as group:
+        await make_world(NETWORKS, more=more)
+    assert group.group_contains(UStatusError, match="the key file .* can't be used: No such file")
 
 
 # The libraries. They block, so each runs in a thread
