@@ -285,33 +285,7 @@ class Assembly:
     def _edge_handlers(self, callers: Callers | None, places: Places) -> Handlers:
         """Connects what answers requests at the HTTP edge."""
         handlers = Handlers(stream=_not_there_yet)
-        if self.config.grip.publish is not None:
-            handlers = self._with_publishers(handlers)
-        return handlers
-
-    def _with_publishers(self, handlers: Handlers) -> Handlers:
-        """Creates the GRIP channels, and connects POST /publish/."""
-        from streamer.grip.channels import Channels, Outlet  # imports aiohttp (0.1 s, 11 MiB) only if needed
-        from streamer.grip.link import Links
-        from streamer.grip.publish import PublishHandler
-        from streamer.grip.signatures import PublisherKey, Signer
-
-        config = self.config
-        key_file, sig_key_file = config.grip.publish_key_file, config.grip.sig_key_file
-        bytes_max = config.limits.message_bytes_max
-        key = None if key_file is None else PublisherKey(key_file)
-        sign = None if sig_key_file is None else Signer(sig_key_file, config.grip.sig_issuer, self.runtime.now_ms).sign
-        links = Links(sign, answer_bytes_max=bytes_max)  # a record for each page
-        outlet = Outlet(self.dispatch, self.entry, self.home, self.follows.append)
-        self.channels = channels = Channels(
-            config.channel, config.grip.sequence_wait_s, outlet, links, self.losses.channel_gap
-        )
-        return handlers._replace(
-            publish=PublishHandler(channels.publish, key, bytes_max).post,
-            samples=[*handlers.samples, channels.samples],
-            conditions=[*handlers.conditions, channels.conditions],
-            closing=[*handlers.closing, channels.close],
-        )
+        return handlers if self.config.grip.publish is None else _with_publishers(self, handlers)
 
     def _make_reports(self) -> None:
         config = self.config
@@ -468,6 +442,30 @@ class Assembly:
     async def _publish(self, topic: UUri, payload: Message) -> None:
         """Publishes on a topic of core.ustreamer."""
         await self.hosted.send(UMessageBuilder.publish(topic).with_id(uuids.new()).pack(payload))
+
+
+def _with_publishers(made: Assembly, handlers: Handlers) -> Handlers:
+    """Creates the GRIP channels, and connects POST /publish/."""
+    from streamer.grip.channels import Channels, Outlet  # imports aiohttp (0.1 s, 11 MiB) only if needed
+    from streamer.grip.link import Links
+    from streamer.grip.publish import PublishHandler
+    from streamer.grip.signatures import PublisherKey, Signer
+
+    config, grip, bytes_max = made.config, made.config.grip, made.config.limits.message_bytes_max
+    key = None if grip.publish_key_file is None else PublisherKey(grip.publish_key_file)
+    sign = None
+    if grip.sig_key_file is not None:
+        sign = Signer(grip.sig_key_file, grip.sig_issuer, made.runtime.now_ms).sign
+    links = Links(sign, answer_bytes_max=bytes_max)  # a record for each page
+    outlet = Outlet(made.dispatch, made.entry, made.home, made.follows.append)
+    channels = Channels(config.channel, grip.sequence_wait_s, outlet, links, made.losses.channel_gap)
+    made.channels = channels
+    return handlers._replace(
+        publish=PublishHandler(channels.publish, key, bytes_max).post,
+        samples=[*handlers.samples, channels.samples],
+        conditions=[*handlers.conditions, channels.conditions],
+        closing=[*handlers.closing, channels.close],
+    )
 
 
 async def _not_there_yet(request: web.Request) -> web.StreamResponse:

@@ -212,7 +212,7 @@ class Channel:
         return None if last_id == last else (last_id, pages)
 
     async def _store(self, pages: Sequence[bytes], turns: Sequence[Turn[Tag]]) -> None:
-        """Commits the pages of a link, then the items; answers their publishers, and tells them to all who listen."""
+        """Commits the pages of a link, then the items; answers their publishers, and hands them to all who listen."""
         new = [turn.item for turn in turns if turn.kind in ("next", "gap")]
         contents = [*pages, *(item.content for item in new if item.has_content)]
         last = self._sequencer.last
@@ -233,12 +233,12 @@ class Channel:
             return
         self.committed = last
         for turn in turns:
-            self._tell(turn)
+            self._done(turn)
         if messages:  # the next turn begins after the network has taken these: publishers feel its speed
             await self._outlet.send(messages)
 
-    def _tell(self, turn: Turn[Tag]) -> None:
-        """`recovered` items are told, too: a held stream has not seen what was recovered here."""
+    def _done(self, turn: Turn[Tag]) -> None:
+        """Listeners hear `recovered` items, too: a held stream has not seen what was recovered here."""
         self.counts["repeats" if turn.kind == "repeat" else "items"] += 1
         if turn.kind == "gap":
             self.counts["gaps"] += 1

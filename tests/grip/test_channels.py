@@ -178,15 +178,15 @@ async def test_items_out_of_order_wait_for_each_other(make_world: MakeWorld) -> 
     assert await recorded(world) == heard == [f"apple {number}" for number in (1, 2, 3, 4)]
 
 
-async def test_an_item_goes_on_after_its_wait_and_the_gap_is_told(make_world: MakeWorld) -> None:
+async def test_an_item_goes_on_after_its_wait_and_the_gap_is_reported(make_world: MakeWorld) -> None:
     world = await make_world(NETWORKS, more=grip())
     vehicle = await world.node("vehicle", "vehicle1", 0x9001)
-    told = await world.hear(vehicle, ids.at("vehicle1", ids.GAPS))
+    notices = await world.hear(vehicle, ids.at("vehicle1", ids.GAPS))
     await channels_of(world).publish(chain(1))
     await channels_of(world).publish(chain(5))
     assert await recorded(world) == ["apple 1", "apple 5"]
-    await told.expect(1)
-    (message,) = told.messages
+    await notices.expect(1)
+    (message,) = notices.messages
     notice = UPayload.of(message).unpack(GapNotice)
     assert notice.gap == Gap(reason=Gap.REASON_NETWORK)
     assert notice.detail == "of up://cloud/8001/1/8001, channel 'fruit': items before id '5', after '4'"
@@ -281,19 +281,19 @@ async def test_a_fault_of_ours_is_answered_and_the_channel_goes_on(
     assert await recorded(world) == heard == ["apple 1"]
 
 
-async def test_an_item_that_only_closes_is_told_and_not_recorded(make_world: MakeWorld) -> None:
+async def test_an_item_that_only_closes_is_heard_and_not_recorded(make_world: MakeWorld) -> None:
     world = await make_world(NETWORKS, more=grip())
-    told: list[Item] = []
-    remove = channels_of(world).listen("fruit", told.append)
+    notices: list[Item] = []
+    remove = channels_of(world).listen("fruit", notices.append)
     close = Item("fruit", "1", None, False, StreamFormat(closes=True), None)
     await channels_of(world).publish([close])
-    assert (told, await recorded(world), channels_of(world).last_id("fruit")) == ([close], [], "1")
+    assert (notices, await recorded(world), channels_of(world).last_id("fruit")) == ([close], [], "1")
     both = Item("fruit", "2", "1", False, StreamFormat(closes=True), ResponseFormat(body=b"last"))
     await channels_of(world).publish([both])
-    assert (told, await recorded(world)) == ([close, both], ["last"])
+    assert (notices, await recorded(world)) == ([close, both], ["last"])
     remove()
     await channels_of(world).publish(chain(3))
-    assert len(told) == 2
+    assert len(notices) == 2
     await world.restart()
     assert channels_of(world).last_id("fruit") == "3"
 
@@ -433,7 +433,7 @@ async def test_an_answer_that_is_empty_and_goes_further_moves_the_last_id(linked
         (lambda: web.Response(headers={"Grip-Channel": "fruit; prev-id=1"}), ""),
     ],
 )
-async def test_a_link_that_does_not_help_is_told_and_asked_at_the_next_gap(
+async def test_a_link_that_does_not_help_is_reported_and_asked_at_the_next_gap(
     linked: Linked, answer: Callable[[], web.Response], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(made_of, "REST", 0)

@@ -256,7 +256,9 @@ async def test_gripcontrol_and_pubcontrol_publish(make_world: Any, serve: Serve,
 
 @full
 @UTC_NOW
-async def test_a_publisher_with_the_wrong_key_or_channel_is_told(make_world: Any, serve: Serve, key_file: Path) -> None:
+async def test_a_publisher_with_the_wrong_key_or_channel_gets_the_reason(
+    make_world: Any, serve: Serve, key_file: Path
+) -> None:
     world = await make_world(NETWORKS, more=grip())
     heard = heard_by(world)
     url = await serve(channels_of(world).publish, key_file)
