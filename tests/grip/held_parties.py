@@ -38,8 +38,13 @@ class MemoryChannels:
     """Channels without a log: an item whose id is the channel's last one is a repeat."""
 
     def __init__(self, *names: str) -> None:
-        self._last: dict[str, str | None] = dict.fromkeys(names)
-        self.listeners: dict[str, list[Callable[[Item], None]]] = {name: [] for name in names}
+        self._last: dict[str, str | None] = {}
+        self.listeners: dict[str, list[Callable[[Item], None]]] = {}
+        for name in names:
+            self.add(name)
+
+    def add(self, name: str) -> None:
+        self._last[name], self.listeners[name] = None, []
 
     def last_id(self, name: str) -> str | None:
         if name not in self._last:
