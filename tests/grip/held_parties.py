@@ -20,7 +20,7 @@ from aiohttp import web
 from streamer.config.edge import HttpSection, ProxySection
 from streamer.grip.headers import grip_last
 from streamer.grip.items import Item, ResponseFormat, StreamFormat
-from streamer.grip.link import Links
+from streamer.grip.link import Links, Sign
 from streamer.grip.proxy import Proxy
 from uprotocol import callbacks
 from uprotocol.pacing import Backoff
@@ -170,12 +170,20 @@ class Edge:
     _curls: list[Curl] = field(default_factory=list)
 
     @classmethod
-    async def open(cls, backend_port: int, *, send_s: float = 5, timeout_s: float = 1, clients_max: int = 100) -> Edge:
+    async def open(
+        cls,
+        backend_port: int,
+        *,
+        send_s: float = 5,
+        timeout_s: float = 1,
+        clients_max: int = 100,
+        sign: Sign | None = None,
+    ) -> Edge:
         http = HttpSection(listen=f"{HOST}:0", send_s=send_s, clients_max=clients_max)
         section = ProxySection(prefix="/", backend=f"http://{HOST}:{backend_port}", timeout_s=timeout_s)
         channels, clients = MemoryChannels(CHANNEL, "other"), MemoryClients(clients_max)
-        links = Links(timeout_s=0.5)
-        proxy = Proxy([section], http, channels, links, clients, backoff=Backoff(5, 20))
+        links = Links(sign, timeout_s=0.5)
+        proxy = Proxy([section], http, channels, links, clients, sign, Backoff(5, 20))
         made = cls(channels, proxy, clients, links)
         made._runner, made.port = await serve(proxy.handle, cancels=True)
         return made
