@@ -346,7 +346,7 @@ async def test_a_handler_ends_when_its_client_goes(serve: Serve) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", edge.port)
     writer.write(GET)
     await asyncio.wait_for(held.begun.wait(), WAIT_S)
-    assert dict(edge.places.count) == {"stream": 1, "held_stream": 0, "held_response": 0}
+    assert dict(edge.places.count) == {"stream": 1, "poll": 0, "held_stream": 0, "held_response": 0}
     writer.transport.abort()
     await asyncio.wait_for(held.ended.wait(), WAIT_S)
     assert len(edge.places) == 0
