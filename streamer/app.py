@@ -25,6 +25,7 @@ from streamer import lifecycle, parts
 from streamer.assembly import DRAIN_MS_MAX
 from streamer.attaching import ChangeableAssembly
 from streamer.config import Config
+from streamer.edge.edge import check_extra
 from streamer.egress.claims import listed
 from streamer.lifecycle import REOPEN_MS_MAX, Part
 from streamer.operating.admin import Admin
@@ -47,6 +48,7 @@ class Streamer(ChangeableAssembly):
     @classmethod
     async def create(cls, config: Config, runtime: Runtime = REAL) -> Self:
         """Opens the logs and creates the parts, but opens no network. Raises UStatusError."""
+        check_extra(config)
         endpoints = parts.endpoints_of(config)
         runtime = dataclasses.replace(runtime, disk=runtime.disk.with_reserve(parts.reserve_of(config)))
         logs, window = await parts.logs_of(config, runtime)

@@ -21,7 +21,7 @@ from history.service.service import HistoryService
 from storage.runtime import Runtime
 from streamer import parts
 from streamer.config import Config, patterns
-from streamer.edge.edge import Handlers, HttpEdge
+from streamer.edge.edge import Handlers, HttpEdge, is_wanted
 from streamer.edge.places import Places
 from streamer.egress.claims import Claims
 from streamer.egress.holds import SHOWN_AFTER_S, Label
@@ -63,17 +63,12 @@ from uprotocol.communication.shares import CALLERS_SHARE
 from uprotocol.core.ustreamer import ids
 from uprotocol.message import UMessageBuilder
 from uprotocol.pacing import Backoff, Pace
-from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
-from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest
 
 if TYPE_CHECKING:
-    from aiohttp import web
-
     from streamer.edge.callers import Callers
-    from streamer.grip.channels import Channels
 
 FOLLOW_MS_MIN: Final = 500  # shortest and ...
 FOLLOW_MS_MAX: Final = 60_000  # ... longest pause between attempts to follow a history
@@ -118,7 +113,6 @@ class Assembly:
         self._make_services()
         self._make_walk(window)
         self._make_networks()
-        self.channels: Channels | None = None  # once the HTTP edge is open, if it has publishers
         self._make_reports()
 
     def _backoff(self) -> Backoff:
@@ -280,12 +274,16 @@ class Assembly:
             keeper=keeper,
             followed=self.follows.services,
         )
-        self.edge = HttpEdge(config, self._edge_handlers) if HttpEdge.is_wanted(config) else None
+        self.edge = HttpEdge(config, self._edge_handlers) if is_wanted(config) else None
 
     def _edge_handlers(self, callers: Callers | None, places: Places) -> Handlers:
-        """Connects what answers requests at the HTTP edge."""
-        handlers = Handlers(stream=_not_there_yet)
-        return handlers if self.config.grip.publish is None else _with_publishers(self, handlers)
+        """Connects what answers requests at the HTTP edge. `callers`: None without http.listen."""
+        from streamer.edge.handlers import handlers_of  # imports aiohttp (0.1 s, 11 MiB)
+        from streamer.grip.channels import Outlet
+
+        outlet = Outlet(self.dispatch, self.entry, self.home, self.follows.append)
+        on_gap = self.losses.channel_gap
+        return handlers_of(self.config, self.history, outlet, on_gap, callers, places, self.runtime.now_ms)
 
     def _make_reports(self) -> None:
         config = self.config
@@ -442,31 +440,3 @@ class Assembly:
     async def _publish(self, topic: UUri, payload: Message) -> None:
         """Publishes on a topic of core.ustreamer."""
         await self.hosted.send(UMessageBuilder.publish(topic).with_id(uuids.new()).pack(payload))
-
-
-def _with_publishers(made: Assembly, handlers: Handlers) -> Handlers:
-    """Creates the GRIP channels, and connects POST /publish/."""
-    from streamer.grip.channels import Channels, Outlet  # imports aiohttp (0.1 s, 11 MiB) only if needed
-    from streamer.grip.link import Links
-    from streamer.grip.publish import PublishHandler
-    from streamer.grip.signatures import PublisherKey, Signer
-
-    config, grip, bytes_max = made.config, made.config.grip, made.config.limits.message_bytes_max
-    key = None if grip.publish_key_file is None else PublisherKey(grip.publish_key_file)
-    sign = None
-    if grip.sig_key_file is not None:
-        sign = Signer(grip.sig_key_file, grip.sig_issuer, made.runtime.now_ms).sign
-    links = Links(sign, answer_bytes_max=bytes_max)  # a record for each page
-    outlet = Outlet(made.dispatch, made.entry, made.home, made.follows.append)
-    channels = Channels(config.channel, grip.sequence_wait_s, outlet, links, made.losses.channel_gap)
-    made.channels = channels
-    return handlers._replace(
-        publish=PublishHandler(channels.publish, key, bytes_max).post,
-        samples=[*handlers.samples, channels.samples],
-        conditions=[*handlers.conditions, channels.conditions],
-        closing=[*handlers.closing, channels.close],
-    )
-
-
-async def _not_there_yet(request: web.Request) -> web.StreamResponse:
-    raise UStatusError(UCode.UNAVAILABLE, f"{request.path} is not built yet")

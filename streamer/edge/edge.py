@@ -16,6 +16,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 if TYPE_CHECKING:
     from streamer.edge.callers import Callers
     from streamer.edge.server import EdgeServer, Handler, PublishServer
+    from streamer.grip.channels import Channels
 
 EXTRA: Final = {"aiohttp_sse": "aiohttp-sse", "jwt": "pyjwt"}  # modules of the extra `http`, and their packages
 
@@ -23,12 +24,27 @@ EXTRA: Final = {"aiohttp_sse": "aiohttp-sse", "jwt": "pyjwt"}  # modules of the 
 class Handlers(NamedTuple):
     """What answers requests; the rest of the edge does not know what they mean."""
 
+    channels: Channels | None = None
     stream: Handler | None = None  # GET /stream; wherever http.listen is configured
     proxied: Handler | None = None  # everything else at http.listen; None: 404
     publish: Handler | None = None  # POST /publish/; wherever grip.publish is configured
     samples: Sequence[Callable[[], Iterable[Sample]]] = ()
     conditions: Sequence[Callable[[], Iterable[Condition]]] = ()
-    closing: Sequence[Callable[[], Awaitable[None] | None]] = ()  # called first when the edge stops, in this order
+    opening: Sequence[Callable[[], Awaitable[object]]] = ()  # called before the ports are open; may raise UStatusError
+    closing: Sequence[Callable[[], None]] = ()  # called before the ports close
+    closed: Sequence[Callable[[], Awaitable[None]]] = ()  # called when no request is left
+
+
+def is_wanted(config: Config) -> bool:
+    return config.http.listen is not None or config.grip.publish is not None
+
+
+def check_extra(config: Config) -> None:
+    """Raises FAILED_PRECONDITION if the edge is configured and a package that it needs is missing."""
+    missing = [package for module, package in EXTRA.items() if importlib.util.find_spec(module) is None]
+    if missing and is_wanted(config):
+        why = f"the HTTP edge needs {' and '.join(missing)}: try pip install {' '.join(missing)} (the extra 'http')"
+        raise UStatusError(UCode.FAILED_PRECONDITION, why)
 
 
 class HttpEdge:
@@ -39,29 +55,23 @@ class HttpEdge:
         self._config, self._make = config, make
         self.places = Places(config.http.clients_max)
         self.port = self.publish_port = 0  # known once it is open
-        self._handlers = Handlers()
+        self.handlers = Handlers()
         self._callers: Callers | None = None
         self._server: EdgeServer | None = None
         self._publishing: PublishServer | None = None
 
-    @staticmethod
-    def is_wanted(config: Config) -> bool:
-        return config.http.listen is not None or config.grip.publish is not None
-
     async def open(self) -> None:
-        """Raises UStatusError: UNAVAILABLE if a port can't be opened, FAILED_PRECONDITION for a file that can't be used
-        or a package that is missing."""
-        missing = [package for module, package in EXTRA.items() if importlib.util.find_spec(module) is None]
-        if missing:
-            why = f"the HTTP edge needs {' and '.join(missing)}: try pip install {' '.join(missing)} (the extra 'http')"
-            raise UStatusError(UCode.FAILED_PRECONDITION, why)
+        """Raises UStatusError: UNAVAILABLE if a port can't be opened, FAILED_PRECONDITION for a file that can't be
+        used."""
         from streamer.edge.callers import Callers  # imports aiohttp (0.1 s, 11 MiB)
         from streamer.edge.server import EdgeServer, PublishServer
 
         http, grip = self._config.http, self._config.grip
         if http.listen is not None:
             self._callers = Callers(http, self._config.authority, self.places.refused)
-        self._handlers = handlers = self._make(self._callers, self.places)
+        self.handlers = handlers = self._make(self._callers, self.places)
+        for open_ in handlers.opening:
+            await open_()
         if self._callers is not None:
             assert handlers.stream is not None, "made where http.listen is configured"
             self._server = EdgeServer(
@@ -80,15 +90,16 @@ class HttpEdge:
 
     async def close(self) -> None:
         """May be called twice."""
-        for close in self._handlers.closing:
-            if (closed := close()) is not None:
-                await closed
+        for close in self.handlers.closing:
+            close()
         await asyncio.gather(*(one.close() for one in (self._server, self._publishing) if one is not None))
+        for closed in self.handlers.closed:
+            await closed()
 
     def conditions(self) -> Iterator[Condition]:
         if self._callers is not None:
             yield from self._callers.conditions()
-        for conditions in self._handlers.conditions:
+        for conditions in self.handlers.conditions:
             yield from conditions()
 
     def notes(self) -> Iterator[str]:
@@ -100,5 +111,5 @@ class HttpEdge:
             if server is not None:
                 yield from server.samples()
         yield from self.places.samples()
-        for samples in self._handlers.samples:
+        for samples in self.handlers.samples:
             yield from samples()

@@ -102,7 +102,7 @@ FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], s
     "followed": (GAUGE, "endpoint state", "Histories that are followed at an endpoint, by state"),
     "followed_records": (COUNTER, "endpoint what", "Followed records and copies of them, by what was done with them"),
     "edge_connections": (GAUGE, "port", "Open connections of the HTTP edge: http (clients), publish (publishers)"),
-    "edge_clients": (GAUGE, "kind", "Places of the HTTP edge that hold a connection: streams and held requests"),
+    "edge_clients": (GAUGE, "kind", "Clients of the HTTP edge that hold a connection: streams and held requests"),
     "edge_feeds": (GAUGE, "", "Readers of the history that clients of the HTTP edge share"),
     "edge_refused": (COUNTER, "reason", "Requests and connections that the HTTP edge refused or cut off, by reason"),
     "edge_events": (COUNTER, "kind", "Events and items that the HTTP edge has written to clients, by kind of client"),

@@ -7,13 +7,16 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import jwt
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from streamer.app import Streamer
@@ -49,7 +52,7 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> None:
             assert callers is not None
             caller = await callers.of(request)
             response = web.StreamResponse()
-            with places.taken("stream", lambda: callers.still_allowed(request, caller)):
+            with places.held("stream", lambda: callers.still_allowed(request, caller)):
                 await response.prepare(request)
                 await response.write(f"{caller.authority_name} {caller.ue_id:X}\n".encode())
                 while request.query_string == "hold":
@@ -59,7 +62,7 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> None:
         async def publish(_: web.Request) -> web.StreamResponse:
             return web.Response(text="Published\n")
 
-        return Handlers(stream, None, publish, samples=[lambda: [("edge_events", ("stream",), 3)]])
+        return Handlers(None, stream, None, publish, samples=[lambda: [("edge_events", ("stream",), 3)]])
 
     monkeypatch.setattr(Streamer, "_edge_handlers", make)
 
@@ -111,11 +114,11 @@ async def test_a_port_that_is_taken_ends_the_start(make_world: MakeWorld) -> Non
 async def test_a_missing_extra_is_said_with_what_to_install(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = await make_world(more=LISTEN)
+    world = await make_world(start=False, more=LISTEN)
     find: Callable[..., Any] = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jwt" else find(name))
     with pytest.raises(UStatusError, match=r"the HTTP edge needs pyjwt: try pip install pyjwt \(the extra") as raised:
-        await world.streamer.edge.open()
+        await world.start()
     assert raised.value.code == UCode.FAILED_PRECONDITION
 
 
@@ -180,3 +183,80 @@ def test_check_names_the_mistakes_of_the_file_of_tokens(tmp_path: Path) -> None:
     file.unlink()
     (found,) = findings(loads(toml), toml)
     assert found.what == f"http.tokens_file: {file} can't be read: No such file or directory"
+
+
+async def test_an_item_of_a_publisher_reaches_a_stream_until_its_token_is_withdrawn(
+    make_world: MakeWorld, http: aiohttp.ClientSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modules, "LOOK_S", 0.01)
+    file, key = tmp_path / "tokens", tmp_path / "publishers.key"
+    file.write_text("//vehicle1/8001/1/0 secret\n")
+    key.write_text("k" * 32)
+    channel = '[[channel]]\nname = "trip"\ntopic = "//vehicle1/8001/1/8001"\n'
+    more = f'{LISTEN}tokens_file = "{file}"\n{PUBLISH}publish_key_file = "{key}"\n{channel}'
+    world = await make_world(more=more)
+    edge = world.streamer.edge
+    stream_url = f"http://127.0.0.1:{edge.port}/stream?topic=up://vehicle1/8001/1/8001&since=earliest"
+    async with http.get(stream_url) as answer:
+        assert answer.status == 401
+    item = {"channel": "trip", "id": "1", "formats": {"http-stream": {"content": "100 m"}}}
+    signed = jwt.encode({"exp": int(time.time()) + 60}, "k" * 32, "HS256")
+    publish_url = f"http://127.0.0.1:{edge.publish_port}/publish/"
+    for token, status in ((signed, 200), ("forged", 401)):
+        async with http.post(
+            publish_url, json={"items": [item]}, headers={"Authorization": f"Bearer {token}"}
+        ) as answer:
+            assert answer.status == status
+    async with http.get(stream_url, headers={"Authorization": "Bearer secret"}) as answer:
+        assert answer.status == 200
+        while b'"text":"100 m"' not in await asyncio.wait_for(answer.content.readline(), WAIT_S):
+            pass
+        file.write_text("//vehicle1/8001/1/0 another\n")
+        with pytest.raises((aiohttp.ClientPayloadError, aiohttp.ClientConnectionError)):
+            await asyncio.wait_for(answer.read(), WAIT_S)
+    samples = set(world.streamer.samples())
+    assert {("edge_events", ("stream",), 1), ("edge_refused", ("token",), 2)} <= samples
+
+
+async def test_a_key_of_publishers_that_cant_be_used_ends_the_start(make_world: MakeWorld, tmp_path: Path) -> None:
+    world = await make_world(start=False, more=f'{PUBLISH}publish_key_file = "{tmp_path}/none"\n')
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await world.start()
+    found, _ = raised.value.split(UStatusError)
+    assert f"the key file {tmp_path}/none can't be used" in str(found and found.exceptions)
+
+
+async def test_a_request_that_its_backend_holds_has_the_items_that_are_published(
+    make_world: MakeWorld, http: aiohttp.ClientSession
+) -> None:
+    async def trip(_: web.Request) -> web.Response:
+        return web.Response(text="0 m\n", headers={"Grip-Hold": "stream", "Grip-Channel": "trip"})
+
+    application = web.Application()
+    application.router.add_get("/app/trip", trip)
+    async with TestServer(application) as backend:
+        proxy = f'[[proxy]]\nprefix = "/app"\nbackend = "http://127.0.0.1:{backend.port}"\n'
+        channel = '[[channel]]\nname = "trip"\ntopic = "//vehicle1/8001/1/8001"\n'
+        world = await make_world(more=LISTEN + PUBLISH + channel + proxy)
+        edge = world.streamer.edge
+        async with http.get(f"http://127.0.0.1:{edge.port}/app/trip", headers={"Host": "evil.example"}) as answer:
+            assert answer.status == 403
+        async with http.get(f"http://127.0.0.1:{edge.port}/app/trip") as answer:
+            assert await asyncio.wait_for(answer.content.readline(), WAIT_S) == b"0 m\n"
+            item = {"channel": "trip", "id": "1", "formats": {"http-stream": {"content": "100 m\n"}}}
+            async with http.post(f"http://127.0.0.1:{edge.publish_port}/publish/", json={"items": [item]}) as published:
+                assert published.status == 200
+            assert await asyncio.wait_for(answer.content.readline(), WAIT_S) == b"100 m\n"
+            samples = set(world.streamer.samples())
+            assert {("edge_clients", ("held_stream",), 1), ("edge_events", ("held_stream",), 1)} <= samples
+            await world.stop()
+
+
+@pytest.mark.parametrize(
+    "more", [LISTEN, PUBLISH, LISTEN + PUBLISH, LISTEN + '[[proxy]]\nprefix = "/"\nbackend = "http://127.0.0.1:9"\n']
+)
+async def test_each_metric_of_the_edge_stands_once(make_world: MakeWorld, more: str) -> None:
+    world = await make_world(more=more)
+    labels = [(name, values) for name, values, _ in world.streamer.samples()]
+    assert len(labels) == len(set(labels))
+    assert not world.streamer.problems()

@@ -61,7 +61,7 @@ def chain(*numbers: int, channel: str = "fruit") -> list[Item]:
 
 
 def channels_of(world: World) -> Channels:
-    channels = world.streamer.channels
+    channels = world.streamer.edge.handlers.channels
     assert channels is not None
     return channels
 
