@@ -13,7 +13,7 @@ from streamer.edge.callers import Callers
 from streamer.edge.edge import Handlers
 from streamer.edge.places import Places
 from streamer.edge.streams import HttpStreams
-from streamer.grip.channels import Channels, OnGap, Outlet
+from streamer.grip.channels import Channels, OnMissing, Outlet
 from streamer.grip.link import Links, Sign
 from streamer.grip.proxy import Proxy
 from streamer.grip.publish import PublishHandler
@@ -34,7 +34,7 @@ def handlers_of(
     config: Config,
     history: HistoryService,
     outlet: Outlet,
-    on_gap: OnGap,
+    on_gap: OnMissing,
     callers: Callers | None,
     places: Places,
     now_ms: Callable[[], int],

@@ -183,7 +183,7 @@ async def test_a_changed_file_counts_within_a_second_and_ends_who_is_not_in_it_a
     async def stream(token: str) -> None:
         request = asked({"Authorization": f"Bearer {token}"})
         caller = await callers.of(request)
-        with places.held("stream", lambda: callers.still_allowed(request, caller)):
+        with places.taken("stream", lambda: callers.still_allowed(request, caller)):
             await asyncio.Event().wait()
 
     revoked, stays = (asyncio.create_task(stream(token)) for token in (TOKEN, "stays"))

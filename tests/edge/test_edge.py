@@ -52,7 +52,7 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> None:
             assert callers is not None
             caller = await callers.of(request)
             response = web.StreamResponse()
-            with places.held("stream", lambda: callers.still_allowed(request, caller)):
+            with places.taken("stream", lambda: callers.still_allowed(request, caller)):
                 await response.prepare(request)
                 await response.write(f"{caller.authority_name} {caller.ue_id:X}\n".encode())
                 while request.query_string == "hold":

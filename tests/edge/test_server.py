@@ -100,7 +100,7 @@ class Held:
 
     async def __call__(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/plain"})
-        with self._places().held("stream"):
+        with self._places().taken("stream"):
             try:
                 await response.prepare(request)
                 await response.write(b"first\n")
