@@ -30,7 +30,7 @@ class Chromium:
             pytest.skip("no Chromium is installed (Debian: apt-get install chromium)")
         self._process = await asyncio.create_subprocess_exec(
             *(program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
-            *("--remote-debugging-port=0", f"--user-data-dir={self._folder}", "--window-size=900,700", "about:blank"),
+            *("--remote-debugging-port=0", f"--user-data-dir={self._folder}", "--window-size=900,860", "about:blank"),
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
         )
