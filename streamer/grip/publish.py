@@ -34,8 +34,7 @@ TakeItems = Callable[[Sequence[Item]], Awaitable[None]]
 
 
 class PublishHandler:
-    """`publish`: takes the items, and returns once they are committed. `key`: None, if publishers need no JWT: then a
-    page of a browser may not publish."""
+    """`publish`: takes the items, and returns once they are committed. `key`: None, if publishers need no JWT."""
 
     def __init__(
         self, publish: TakeItems, key: PublisherKey | None, content_bytes_max: int = MESSAGE_BYTES_MAX
@@ -47,8 +46,6 @@ class PublishHandler:
         try:
             if self._key is not None:
                 await self._key.check(request.headers.get("Authorization"))
-            elif "Origin" in request.headers:
-                return _answer(403, "expected a publisher, got a page of a browser: give grip.publish_key_file")
             if request.content_type != "application/json":
                 return _answer(415, f"expected Content-Type: application/json, got {request.content_type}")
             items = await self._read(await request.read())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -15,9 +16,11 @@ from aiohttp.test_utils import TestServer
 from history.log.log import Log
 from history.reading.client import HistoryClient
 from history.reading.subscriber import GaplessSubscriber
+from streamer.config.edge import ChannelSection
 from streamer.grip import channels as made_of
-from streamer.grip.channels import Channels, message_of
+from streamer.grip.channels import Channel, Channels, message_of
 from streamer.grip.items import Item, ResponseFormat, StreamFormat
+from tests.tiers import seeds
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer import ids
@@ -335,6 +338,55 @@ async def test_subscribers_of_the_topic_see_each_item_once(make_world: MakeWorld
     for hearer in (there, elsewhere):
         await hearer.expect(len(expected))
         assert hearer.texts == expected
+
+
+class FailingOutlet:
+    """Stores items or refuses them, at random."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self.dice, self.records, self.last = dice, list[int](), b""
+        self.followed = self
+
+    def log_of(self, _: UUri) -> FailingOutlet:
+        return self
+
+    def position(self, _: str) -> None:
+        return None
+
+    async def store(self, messages: list[Any], _: str, position: bytes) -> None:
+        await asyncio.sleep(0)
+        if self.dice.random() < 0.3:
+            raise UStatusError(UCode.UNAVAILABLE, "try again")
+        self.records += [int(message.payload) for message in messages]
+        self.last = position
+
+    async def send(self, _: Sequence[Any]) -> None:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("seed", seeds(30, quick=5))
+async def test_publishers_that_try_again_at_any_time(seed: int) -> None:
+    """One for each item, in any order, until it is taken."""
+    dice = random.Random(seed)
+    outlet = FailingOutlet(dice)
+    channel = Channel(ChannelSection(name="fruit", topic="//cloud/8001/1/8001"), 60, outlet, None, print)  # type: ignore[arg-type]
+
+    async def publish(number: int) -> None:
+        offered = [Item("fruit", str(number), str(number - 1), False, StreamFormat(str(number).encode()), None)]
+        while True:
+            for _ in range(dice.randrange(5)):
+                await asyncio.sleep(0)
+            with contextlib.suppress(UStatusError):
+                await asyncio.gather(*channel.offer(offered))
+                return
+
+    await publish(1)
+    numbers = list(range(2, 60))
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        for number in dice.sample(numbers, len(numbers)):
+            group.create_task(publish(number))
+    assert outlet.records == [1, *numbers]
+    assert (outlet.last, channel.committed.ordered) == (b"59\n", "59")
 
 
 # The link of a channel
