@@ -170,3 +170,4 @@ class SharedLinks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._links.close()

@@ -164,7 +164,6 @@ class Edge:
     channels: MemoryChannels
     proxy: Proxy
     clients: MemoryClients
-    links: Links
     port: int = 0
     _runner: web.AppRunner | None = None
     _curls: list[Curl] = field(default_factory=list)
@@ -184,7 +183,7 @@ class Edge:
         channels, clients = MemoryChannels(CHANNEL, "other"), MemoryClients(clients_max)
         links = Links(sign, timeout_s=0.5)
         proxy = Proxy([section], http, channels, links, clients, sign, Backoff(5, 20))
-        made = cls(channels, proxy, clients, links)
+        made = cls(channels, proxy, clients)
         made._runner, made.port = await serve(proxy.handle, cancels=True)
         return made
 
@@ -201,7 +200,6 @@ class Edge:
             curl.cut()
         await self._runner.cleanup()
         await self.proxy.close()
-        await self.links.close()
 
     async def held(self, count: int) -> None:
         """Returns once so many listen to the channel."""

@@ -132,7 +132,7 @@ async def test_a_value_that_returns_is_written_again(walk: Walk) -> None:
     assert curl.body.decode() == HELLO + NEW + HELLO + NEW + HELLO
     walk.update(NEW, is_lost=True)
     walk.update(HELLO, is_lost=True)
-    walk.update('{"text": "C"}\n')  # follows HELLO, which is what the client has: nothing tells that NEW was lost
+    walk.update('{"text": "C"}\n')  # follows HELLO, which is what the client has: nothing shows that NEW was lost
     await curl.until('{"text": "C"}\n')
     walk.update(NEW, is_lost=True)
     walk.update(HELLO)
