@@ -137,8 +137,8 @@ class Proxy:
         hops = [*request.headers.getall("X-Forwarded-For", ()), *([request.remote] if request.remote else [])]
         if hops:
             headers["X-Forwarded-For"] = ", ".join(hops)
-        for name, value in zip(FORWARDED, (request.scheme, request.host), strict=True):
-            if not (self._http.unprotected and name in headers):  # a proxy in front of the edge knows better
+        for name, value in zip(FORWARDED, (request.scheme, request.headers.get("Host", "")), strict=True):
+            if value and not (self._http.unprotected and name in headers):  # a proxy in front of the edge knows better
                 headers[name] = value
         for value in grip_last(last_ids):
             headers.add("Grip-Last", value)
@@ -244,7 +244,7 @@ class Proxy:
         url = str(backend.url)
         with self._clients.taken("held_stream"):
             try:
-                await HeldStream(self._channels, self._links, write, url, request.host).run(said)
+                await HeldStream(self._channels, self._links, write, url, request.headers.get("Host", "")).run(said)
             except UStatusError as error:
                 place = url.partition("?")[0]
                 log.warning("a held stream was cut off: it can't be recovered", url=place, why=error.message)
