@@ -97,10 +97,19 @@ class HttpSection(Section):
     refused"""
     clients_max: int = Field(default=CLIENTS_MAX, ge=1)
     """streams and held requests at once; one more is told to come back later"""
+    client_streams_max: int | None = Field(default=None, ge=1)
+    """of them, streams of one uEntity of `tokens_file`, so that no client locks others out. Without it a quarter"""
     keep_alive_s: float = Field(default=15, gt=0, le=3_600, allow_inf_nan=False)
     """an idle stream has a comment so often, so that proxies keep it open"""
     send_s: float = Field(default=30, gt=0, le=3_600, allow_inf_nan=False)
     """a client that takes nothing for so long is cut off; it resumes where it was"""
+
+    @property
+    def each_client_max(self) -> int | None:
+        """Streams of one uEntity; None without tokens, where all clients are one."""
+        if self.tokens_file is None:
+            return None
+        return self.client_streams_max or max(1, self.clients_max // 4)
 
     @property
     def certificate_files(self) -> list[CertificateFile]:

@@ -101,9 +101,9 @@ class StreamClient:
         """Write until the client goes. `first`: the answer to the first request, behind `before`. Raises
         ConnectionError."""
         await self._write(before, first)
-        # an id without data is no event: it is what a client shows that loses its connection before the first event
-        await self._output.add(id_line(position_text(self._reading.state)) + b"\n")
-        await self._output.flush()
+        if not first.records:  # an id without data is no event: a client shows it that is cut before the first one
+            await self._output.add(id_line(position_text(self._reading.state)) + b"\n")
+            await self._output.flush()
         while True:
             try:
                 feed = await self._feeds.join(self._caller, self._query.topics, self._query.format)

@@ -53,7 +53,7 @@ class HttpEdge:
 
     def __init__(self, config: Config, make: Callable[[Callers | None, Places], Handlers]) -> None:
         self._config, self._make = config, make
-        self.places = Places(config.http.clients_max)
+        self.places = Places(config.http.clients_max, config.http.each_client_max)
         self.port = self.publish_port = 0  # known once it is open
         self.handlers = Handlers()
         self._callers: Callers | None = None

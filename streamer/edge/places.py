@@ -17,8 +17,10 @@ class Places:
     """There are `clients_max`, for all kinds of clients together. `refused` counts, by reason, what was turned away or
     cut off, `events` what was written to clients."""
 
-    def __init__(self, clients_max: int) -> None:
-        self._clients_max = clients_max
+    def __init__(self, clients_max: int, each_max: int | None = None) -> None:
+        """`each_max`: of one uEntity, which a token stands for; None: there are no tokens."""
+        self._clients_max, self._each_max = clients_max, each_max
+        self._of_each = Counter[str]()
         self._taken: dict[asyncio.Task[object], Callable[[], bool]] = {}  # is it still allowed?
         self.count = Counter[str](dict.fromkeys(KINDS, 0))
         self.refused = Counter[str]()
@@ -33,18 +35,26 @@ class Places:
         """One more has to come back later: whoever asks says so."""
         return len(self) >= self._clients_max
 
+    def are_full_for(self, client: str) -> bool:
+        """One more of this uEntity has to come back later."""
+        return self.are_full or (self._each_max is not None and self._of_each[client] >= self._each_max)
+
     @contextlib.contextmanager
-    def taken(self, kind: str, is_allowed: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """The current task serves a client of this kind. It is cancelled when the edge stops, and when `is_allowed`
-        returns False after the tokens have changed (Callers.still_allowed)."""
+    def taken(self, kind: str, is_allowed: Callable[[], bool] = lambda: True, client: str = "") -> Iterator[None]:
+        """The current task serves a client of this kind; `client`: its uEntity, if it has one. It is cancelled when
+        the edge stops, and when `is_allowed` returns False after the tokens have changed (Callers.still_allowed)."""
         task = asyncio.current_task()
         assert task is not None
         self._taken[task] = is_allowed
         self.count[kind] += 1
+        self._of_each[client] += 1
         try:
             yield
         finally:
             self.count[kind] -= 1
+            self._of_each[client] -= 1
+            if not self._of_each[client]:
+                del self._of_each[client]
             self._taken.pop(task, None)
 
     def end(self) -> None:

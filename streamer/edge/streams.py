@@ -28,6 +28,7 @@ from streamer.edge.places import Places
 from streamer.edge.positions import StreamStart, position_text
 from streamer.edge.query import Query
 from streamer.operating.states import Sample
+from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -107,11 +108,11 @@ class HttpStreams:
     # -- mode=poll
 
     async def _page(self, caller: UUri, query: Query) -> web.StreamResponse:
-        self._require_place()
+        name = self._require_place(caller)
         since = StreamStart.of(query.since)
         reading = self._feeds.reading(caller, query.topics, query.format)
         reading.begin(since.state, since.start)
-        with self._places.taken("poll"):
+        with self._places.taken("poll", client=name):
             accepted = await reading.next(query.wait_ms, records_max=query.records_max)
         self._places.events["gaps"] += len(accepted.gaps)
         if accepted.gaps:  # reported once: `next` is behind them, and in front of the records that follow
@@ -130,13 +131,16 @@ class HttpStreams:
 
     # -- streams
 
-    def _require_place(self) -> None:
-        if self._places.are_full:
+    def _require_place(self, caller: UUri) -> str:
+        """Returns the name of the client. Raises RESOURCE_EXHAUSTED."""
+        name = uris.format(caller)
+        if self._places.are_full_for(name):
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, "too many clients: come back later")
+        return name
 
     async def _stream(self, request: web.Request, caller: UUri, query: Query) -> web.StreamResponse:
-        self._require_place()
-        with self._places.taken("stream", lambda: self._callers.still_allowed(request, caller)):
+        name = self._require_place(caller)
+        with self._places.taken("stream", lambda: self._callers.still_allowed(request, caller), name):
             if query.is_atomic:
                 return await self._stream_epochs(request, caller, query)
             since = StreamStart.of(query.since)

@@ -468,3 +468,16 @@ async def test_epochs_come_whole_and_once_over_cuts(tmp_path: Path) -> None:
     finally:
         keeper.close()
         await world.finish()
+
+
+async def test_one_client_leaves_places_for_others(world: World) -> None:
+    world.places._each_max = 1
+    async with world.reader() as first:
+        await first.until_id()
+        assert (await world.get("topic=//vehicle/20/1/8001&mode=poll"))[0] == 429
+
+        async def of(request: web.Request) -> UUri:
+            return uris.uri("tablet", 0x8000, 1)
+
+        world.callers.of = of  # type: ignore[method-assign]
+        assert (await world.get("topic=//vehicle/20/1/8001&mode=poll"))[0] == 200
