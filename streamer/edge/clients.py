@@ -81,7 +81,7 @@ class Watchdog:
     def _look(self) -> None:
         self._timer, since = None, self.time() - self._send_s
         for output in [one for one in self._outputs if one.writes_since is not None and one.writes_since < since]:
-            self._counts["slow"] += 1
+            self._counts["slow reader"] += 1
             self._outputs.discard(output)
             output.abort()
         if self._outputs:

@@ -251,7 +251,7 @@ async def test_a_client_that_takes_nothing_is_cut_off_and_resumes_without_loss(t
             await world.publish(f"{number} " + "x" * 20_000)
         found, last = list[str](), ""
         async with world.reader("topic=//vehicle/20/1/8001&since=earliest") as reader:
-            await becomes(lambda: bool(world.places.refused["slow"]))
+            await becomes(lambda: bool(world.places.refused["slow reader"]))
             try:
                 while (event := await reader.next()) is not None:
                     found.append(event.text.split()[0])
