@@ -10,7 +10,6 @@ from collections import Counter
 from typing import Final
 
 from aiohttp import web
-from aiohttp_sse import EventSourceResponse
 
 from history.reading.acceptor import Accepted, Positions, ReaderState
 from streamer.edge.events import id_line
@@ -27,13 +26,12 @@ SHORT_WAIT_MS: Final = 1_000
 
 
 class Output:
-    """Writes to one client. A Watchdog cuts it off while it takes nothing."""
+    """Writes to one client. The server cuts off a client that takes nothing."""
 
-    def __init__(self, response: EventSourceResponse, request: web.Request, outputs: Watchdog) -> None:
-        self.response, self._request, self._outputs = response, request, outputs
+    def __init__(self, response: web.StreamResponse) -> None:
+        self._response = response
         self._lines: list[bytes] = []
         self._bytes = 0
-        self.writes_since: float | None = None  # loop time since which it takes nothing
 
     async def add(self, lines: bytes) -> None:
         self._lines.append(lines)
@@ -43,49 +41,11 @@ class Output:
 
     async def flush(self) -> None:
         """Raises ConnectionError if the client has gone, or was cut off."""
-        if not self._lines:
-            return
-        data = b"".join(self._lines)
-        self._lines.clear()
-        self._bytes = 0
-        self.writes_since = self._outputs.time()
-        await self.response.write(data)
-        self.writes_since = None
-
-    def abort(self) -> None:
-        """Cut the client off; a graceful end would wait for it, too."""
-        if self._request.transport is not None:
-            self._request.transport.abort()
-
-
-class Watchdog:
-    """Cuts off clients that take nothing for `send_s`: one timer for all of them."""
-
-    def __init__(self, send_s: float, counts: Counter[str]) -> None:
-        self._send_s, self._counts = send_s, counts
-        self._outputs: set[Output] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        self.time = asyncio.get_running_loop().time
-
-    def watch(self, output: Output) -> None:
-        self._outputs.add(output)
-        if self._timer is None:
-            self._start()
-
-    def leave(self, output: Output) -> None:
-        self._outputs.discard(output)
-
-    def _start(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._send_s / 4, self._look)
-
-    def _look(self) -> None:
-        self._timer, since = None, self.time() - self._send_s
-        for output in [one for one in self._outputs if one.writes_since is not None and one.writes_since < since]:
-            self._counts["slow reader"] += 1
-            self._outputs.discard(output)
-            output.abort()
-        if self._outputs:
-            self._start()
+        if self._lines:
+            data = b"".join(self._lines)
+            self._lines.clear()
+            self._bytes = 0
+            await self._response.write(data)
 
 
 class StreamClient:

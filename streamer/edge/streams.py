@@ -20,7 +20,7 @@ from aiohttp import web
 from aiohttp_sse import EventSourceResponse
 
 from streamer.config.edge import HttpSection
-from streamer.edge.clients import Output, StreamClient, Watchdog
+from streamer.edge.clients import Output, StreamClient
 from streamer.edge.epoch_reader import EpochReader
 from streamer.edge.events import gap_of
 from streamer.edge.feeds import AGAIN, Feeds, ReadableHistory
@@ -64,7 +64,6 @@ class HttpStreams:
         self._history, self._callers, self._section, self._places = history, callers, section, places
         self._feeds = Feeds(history)
         self._epoch_clients = 0
-        self._watchdog = Watchdog(section.send_s, places.refused)
 
     def __repr__(self) -> str:
         return f"HttpStreams({len(self._places)} clients, {len(self._feeds)} feeds)"
@@ -147,24 +146,21 @@ class HttpStreams:
             reading = self._feeds.reading(caller, query.topics, query.format)
             reading.begin(since.state, since.start)
             accepted = await reading.next()  # before the answer begins: a refusal is not a stream
-            async with self._output(request) as output:
+            async with self._output(request) as (output, response):
                 client = StreamClient(self._places.events, self._feeds, reading, output, query, caller)
                 await client.run(since.state, accepted)
-            return output.response
+            return response
 
     @contextlib.asynccontextmanager
-    async def _output(self, request: web.Request) -> AsyncIterator[Output]:
+    async def _output(self, request: web.Request) -> AsyncIterator[tuple[Output, web.StreamResponse]]:
         """Begins the answer, and ends it. A client that has gone is no error."""
         section = self._section
         response = EventSourceResponse(sep="\n", ping_interval=section.keep_alive_s, send_timeout=section.send_s)
         await response.prepare(request)
-        output = Output(response, request, self._watchdog)
-        self._watchdog.watch(output)
         try:
             with contextlib.suppress(ConnectionError):
-                yield output
+                yield Output(response), response
         finally:
-            self._watchdog.leave(output)
             response.stop_streaming()
         await response.wait()
 
@@ -175,11 +171,11 @@ class HttpStreams:
         try:
             reader = EpochReader(self._history, caller, query)
             await reader.check()
-            async with self._output(request) as output, reader.subscriber:
+            async with self._output(request) as (output, response), reader.subscriber:
                 try:
                     await reader.write(output)
                 except UStatusError as error:
                     log.warning("a stream of epochs ends", error=str(error))
-            return output.response
+            return response
         finally:
             self._epoch_clients -= 1

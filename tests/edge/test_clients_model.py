@@ -16,7 +16,7 @@ from history.log.log import Log
 from history.reading.acceptor import ReaderState
 from history.service.service import HistoryService
 from streamer.edge import feeds
-from streamer.edge.clients import Output, StreamClient, Watchdog
+from streamer.edge.clients import Output, StreamClient
 from streamer.edge.feeds import Feeds
 from streamer.edge.positions import StreamStart, position_text
 from streamer.edge.query import Query
@@ -68,7 +68,6 @@ class Phone:
     async def run(self) -> None:
         while True:
             response: Any = SlowResponse(self.rng)
-            request: Any = None
             since = StreamStart.of(self.id)
             reading = self.shared.reading(CLIENT, WANTED, "json")
             reading.begin(since.state, since.start)
@@ -76,7 +75,7 @@ class Phone:
                 Counter(),
                 self.shared,
                 reading,
-                Output(response, request, Watchdog(60, Counter())),
+                Output(response),
                 Query(tuple(WANTED)),
                 CLIENT,
             )

@@ -35,7 +35,7 @@ async def browser(tmp_path: Path) -> AsyncIterator[Chromium]:
 
 
 async def opened(world: World, browser: Chromium, query: str) -> None:
-    await browser.open(str(world.server.make_url("/nothing")))  # a page of the same origin
+    await browser.open(world.url("/nothing"))  # a page of the same origin
     await browser.evaluate(OPEN % query + "true")
 
 
@@ -51,10 +51,7 @@ async def test_it_goes_on_by_itself_with_its_last_id(tmp_path: Path, browser: Ch
         await opened(world, browser, TOPIC + "&since=earliest")
         await has_found(browser, "1")
         for number in range(2, 5):
-            assert world.server.runner is not None
-            for connection in list(world.server.runner.server.connections):  # type: ignore[union-attr]
-                if connection.transport is not None:
-                    connection.transport.abort()
+            world.cut()
             await world.publish(str(number))
             await has_found(browser, *map(str, range(1, number + 1)))
         assert await browser.evaluate("errors") >= 3

@@ -15,7 +15,6 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from history.epochs.groups import Group
 from history.epochs.keeper import Keeper
@@ -23,7 +22,9 @@ from history.log.log import Log
 from history.service.matches import Sight, Sights
 from streamer.config.edge import HttpSection
 from streamer.edge import feeds
+from streamer.edge.callers import Callers
 from streamer.edge.places import Places
+from streamer.edge.server import EdgeServer
 from streamer.edge.streams import HttpStreams
 from tests.history.test_epochs_whole import FRONTIERS, START_MS, message
 from tests.history.world import HistoryWorld, publishes
@@ -58,7 +59,7 @@ class Sse:
         return str(self.json["text"])
 
 
-class Callers:
+class AnyCaller(Callers):
     """Everybody may read, until `withdrawn`."""
 
     withdrawn = False
@@ -121,28 +122,35 @@ class World(HistoryWorld):
 
     async def start_with(self, *logs: Log, section: HttpSection | None = None, **service: Any) -> None:
         await self.open(*logs, **service)
-        self.callers = Callers()
-        section = section or HttpSection(keep_alive_s=60)
+        section = (section or HttpSection()).model_copy(update={"listen": "127.0.0.1:0"})
         self.places = Places(section.clients_max)
+        self.callers = AnyCaller(section, "gateway", self.places.refused)
         self.streams = HttpStreams(self.service, self.callers, section, self.places)
-        app = web.Application()
-        app.router.add_get("/stream", self.streams.get)
-        self.server = TestServer(app)
-        await self.server.start_server()
+        self.server = EdgeServer(section, self.streams.get, callers=self.callers, places=self.places)
+        self.port = await self.server.open()
         self.session = aiohttp.ClientSession()
 
     async def publish(self, *texts: str, topic: UUri = A, log: int = 0, format: int = TEXT) -> None:
         for text in texts:
             await self.append_all(self.logs[log], publishes([topic], text.encode(), format))
 
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+    def cut(self) -> None:
+        """Cut all connections."""
+        listener = self.server.http_server._listener
+        assert listener is not None
+        listener.lines.abort()
+
     @asynccontextmanager
     async def reader(self, query: str = "topic=//vehicle/20/1/8001", **headers: str) -> AsyncIterator[Reader]:
         given = {name.replace("_", "-"): value for name, value in headers.items()}
-        async with self.session.get(self.server.make_url(f"/stream?{query}"), headers=given) as response:
+        async with self.session.get(self.url(f"/stream?{query}"), headers=given) as response:
             yield Reader(response)
 
     async def get(self, query: str) -> tuple[int, Any]:
-        async with self.session.get(self.server.make_url(f"/stream?{query}")) as response:
+        async with self.session.get(self.url(f"/stream?{query}")) as response:
             text = await response.text()
             return response.status, json.loads(text) if text.startswith("{") else text
 
