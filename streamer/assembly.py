@@ -46,7 +46,6 @@ from streamer.operating.states import (
     conditions_of_log,
     each,
 )
-from streamer.recovery.recoveries import Recoveries
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
 from streamer.walk.hosted import Access, HostedTransport
@@ -177,15 +176,8 @@ class Assembly:
             pressure=Pressure(lambda: runtime.used().busy_s),
         )
         flows = {self.logs.durable: Flow(runtime.used), self.logs.volatile: Flow()}
-        self.recoveries = Recoveries(
-            config.recovery,
-            self.endpoints,
-            self.logs,
-            flows,
-            window,
-            config.limits.message_bytes_max,
-            runtime,
-            self.losses.not_recovered,
+        self.recoveries = parts.recoveries_of(
+            config, self.endpoints, self.logs, flows, window, runtime, self.losses.not_recovered
         )
         self.dispatch = Dispatch(
             self.view,

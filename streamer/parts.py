@@ -7,7 +7,7 @@ Config -> endpoints_of -> usubscription_of -> interest_sources_of
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,9 @@ from streamer.config import AccessSection, Config, EndpointSection, FollowSectio
 from streamer.config.sections import MEMORY_MIB
 from streamer.egress.sender import SENDERS_SHARE
 from streamer.following.followed import Follow
+from streamer.recovery.recoveries import Recoveries
 from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.walk.flow import Flow
 from streamer.walk.hosted import USUBSCRIPTION, AccessEntry, AccessPattern, HostedTransport
 from streamer.walk.ingress import IdWindow, Logs
 from streamer.walk.view import Rule
@@ -39,6 +41,7 @@ from uprotocol.core.ustreamer import ids
 from uprotocol.status import UStatusError
 from uprotocol.transport import MESSAGE_BYTES_MAX, Capability, LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription.service import USubscriptionService
 from usubscription_client import EmbeddedInterest, InterestSource, ServiceInterest, StaticFile
@@ -332,6 +335,20 @@ async def keeper_of(config: Config, logs: Logs, runtime: Runtime) -> Keeper:
     keeper = Keeper(ids.at(config.authority, ids.FRONTIERS), groups, reporting, runtime.now_ms)
     await keeper.open()
     return keeper
+
+
+def recoveries_of(
+    config: Config,
+    endpoints: Endpoints,
+    logs: Logs,
+    flows: Mapping[Log, Flow],
+    window: IdWindow,
+    runtime: Runtime,
+    on_gap: Callable[[UUri, Log, str], None],
+) -> Recoveries:
+    """Returns the recovery sources. Raises UStatusError for a plugin or settings that can't be used."""
+    bytes_max = config.limits.message_bytes_max
+    return Recoveries(config.recovery, endpoints, logs, flows, window, bytes_max, runtime, on_gap)
 
 
 def limits_of(config: Config) -> MemoryLimits:

@@ -74,16 +74,17 @@ def name_of(of: type[BaseModel]) -> str:
 
 
 def wanted() -> Iterator[str]:
-    """The models that need a table: each section of the configuration, each service, and each transport of the
-    product."""
+    """The models that need a table: each section of the configuration, each service, and each transport and
+    recovery source of the product."""
     yield from SERVICES
     for name, field in model(CONFIG).model_fields.items():
         sections = models_in(field.annotation)
         if not sections:
             raise Undocumented(f"{CONFIG}: the key {name!r} is in no section, so no table has it: put it into one")
         yield from map(name_of, sections)
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["up_streamer.transports"]
-    for point in points.values():
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    points = [*groups["up_streamer.transports"].values(), *groups["up_streamer.recovery"].values()]
+    for point in points:
         module, _, attribute = point.partition(":")
         yield name_of(getattr(importlib.import_module(module), attribute).config)
 

@@ -1,5 +1,5 @@
 """How a transport is found: an entry point of the group `up_streamer.transports`, imported only when it is named. Other
-kinds of plugins are found in the same way, in groups of their own (`Kind`).
+kinds of plugins are found in the same way, in groups of their own (`PluginKind`).
 
 [project.entry-points."up_streamer.transports"]
 mynet = "my_package.mynet:PLUGIN"   # PLUGIN = TransportPlugin("mynet", MyConfig, MyTransport, MyTransport.capabilities)
@@ -33,7 +33,7 @@ _SHAPE: Final = 'PLUGIN = TransportPlugin("mynet", MyConfig, MyTransport, MyTran
 
 
 @dataclass(frozen=True)
-class Kind:
+class PluginKind:
     """A kind of plugins. `mistake(plugin)` is what is wrong with the object that an entry point names, "" if nothing;
     the plugin has `name`, `config` and `create`, which makes an object of the type `makes`, whose path is `named`."""
 
@@ -50,7 +50,7 @@ class Unusable(UStatusError):
     do."""
 
     @classmethod
-    def of(cls, kind: Kind, point: EntryPoint, why: str) -> Self:
+    def of(cls, kind: PluginKind, point: EntryPoint, why: str) -> Self:
         package = _package(point)
         return cls(
             UCode.FAILED_PRECONDITION,
@@ -88,7 +88,7 @@ def load(name: str) -> TransportPlugin:
     return plugin
 
 
-def load_of(kind: Kind, name: str) -> Any:
+def load_of(kind: PluginKind, name: str) -> Any:
     """Import the plugin `name` of this kind.
 
     Raises NOT_FOUND for an unknown name, and FAILED_PRECONDITION for one that can't be used: a module that it needs is
@@ -120,7 +120,7 @@ def configure(name: str, settings: Mapping[str, Any]) -> tuple[TransportPlugin, 
     return plugin, config
 
 
-def configure_of(kind: Kind, name: str, settings: Mapping[str, Any]) -> tuple[Any, BaseModel]:
+def configure_of(kind: PluginKind, name: str, settings: Mapping[str, Any]) -> tuple[Any, BaseModel]:
     """The plugin `name` and its configuration. Raises as `load_of`, and pydantic's ValidationError for invalid
     settings."""
     plugin = load_of(kind, name)
@@ -141,7 +141,7 @@ def create(name: str, settings: Mapping[str, Any], local: LocalUriProvider) -> U
     return transport
 
 
-def create_of(kind: Kind, name: str, settings: Mapping[str, Any], *arguments: Any) -> Any:
+def create_of(kind: PluginKind, name: str, settings: Mapping[str, Any], *arguments: Any) -> Any:
     """Make what the plugin `name` makes from its settings and these further arguments.
 
     Raises as `load_of`, INVALID_ARGUMENT for invalid settings, the UStatusError that the plugin's constructor raises,
@@ -189,7 +189,7 @@ def mistake_of(config: Any, create: Any, call: str) -> str:
     return ""
 
 
-TRANSPORTS: Final = Kind(
+TRANSPORTS: Final = PluginKind(
     "transport", GROUP, _mistake, UTransport, "uprotocol.transport.UTransport", "docs/writing-a-transport.md"
 )
 
@@ -221,7 +221,7 @@ def _of_extra(extra: str, requirements: Sequence[str]) -> list[str]:
     return [f"'{what.strip()}'" for what, _, condition_of in parts if condition.search(condition_of)]
 
 
-def _ask(kind: Kind, point: EntryPoint) -> str:
+def _ask(kind: PluginKind, point: EntryPoint) -> str:
     return f"ask the maker of {_package(point) or point.value}; the rules are in {kind.rules}"
 
 

@@ -23,6 +23,7 @@ from streamer.commands.options import LOG_NAME, AsJson, ConfigFile
 from streamer.config import Config, Location, line_of
 from streamer.edge import tokens
 from streamer.egress import paused as pauses
+from streamer.recovery.source import SOURCES
 from transports import certificates
 from transports import plugin as plugins
 from transports.certificates import CertificateFile
@@ -221,6 +222,9 @@ def _named(config: Config) -> Iterator[tuple[Location, Path]]:
     for index, endpoint in enumerate(config.endpoint):
         _, settings = plugins.configure(endpoint.transport, endpoint.settings)
         yield from _paths(settings, ("endpoint", index, "settings"))
+    for index, recovery in enumerate(config.recovery):
+        _, settings = plugins.configure_of(SOURCES, recovery.source, recovery.settings)
+        yield from _paths(settings, ("recovery", index, "settings"))
 
 
 def _paths(value: Any, location: Location) -> Iterator[tuple[Location, Path]]:

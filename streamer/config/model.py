@@ -36,6 +36,7 @@ from streamer.config.sections import (
     USubscriptionSection,
     is_loopback,
 )
+from streamer.recovery.source import SOURCES
 from streamer.walk import names
 from streamer.walk.hosted import AccessPattern
 from transports import plugin as plugins
@@ -411,19 +412,21 @@ def _not_toml(text: str, name: str, said: str) -> str:
 
 
 def _settings_mistakes(text: str, raw: dict[str, Any]) -> Iterator[Mistake]:
-    """Yields mistakes in transports' settings; malformed sections are reported elsewhere."""
-    endpoints = raw.get("endpoint")
-    for index, endpoint in enumerate(endpoints if isinstance(endpoints, list) else []):
-        match endpoint:
-            case {"transport": str(transport)} if isinstance(settings := endpoint.get("settings", {}), dict):
+    """Yields mistakes in the settings of plugins; malformed sections are reported elsewhere."""
+    for section, key, kind in (("endpoint", "transport", plugins.TRANSPORTS), ("recovery", "source", SOURCES)):
+        found = raw.get(section)
+        for index, one in enumerate(found if isinstance(found, list) else []):
+            if not isinstance(one, dict) or not isinstance(settings := one.get("settings", {}), dict):
+                continue
+            if isinstance(name := one.get(key, "http" if section == "recovery" else None), str):
                 try:
-                    plugins.configure(transport, settings)
+                    plugins.configure_of(kind, name, settings)
                 except UStatusError as error:
-                    line = line_of(text, ("endpoint", index, "transport"))
-                    yield line, f"endpoint {endpoint.get('name')!r}: {error.message}"
+                    what = f"endpoint {one.get('name')!r}" if section == "endpoint" else section
+                    yield line_of(text, (section, index, key)), f"{what}: {error.message}"
                 except ValidationError as error:
-                    model = plugins.load(transport).config
-                    yield from _explain(text, error, model, ("endpoint", index, "settings"))
+                    model = plugins.load_of(kind, name).config
+                    yield from _explain(text, error, model, (section, index, "settings"))
 
 
 def _explain(text: str, mistakes: ValidationError, model: type[BaseModel], within: Location = ()) -> Iterator[Mistake]:

@@ -16,7 +16,7 @@ import structlog
 
 from history.file.writer import FollowedFrom
 from history.log.log import Log
-from streamer.recovery.waiting import Entry
+from streamer.recovery.waiting import GateEntry
 from streamer.walk.flow import Flow
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
@@ -32,7 +32,7 @@ log = structlog.get_logger()
 class TopicBatch:
     """Entries of one append. `failures`: of the log when it got them; -1: it has not got them."""
 
-    entries: list[Entry]
+    entries: list[GateEntry]
     position: str | None
     round: int
     failures: int = -1
@@ -46,8 +46,8 @@ class TopicAppender:
         topic: UUri,
         target: Log,
         flow: Flow,
-        on_committed: Callable[[Sequence[Entry], int], None],
-        on_failed: Callable[[Sequence[Entry], UStatusError], None],
+        on_committed: Callable[[Sequence[GateEntry], int], None],
+        on_failed: Callable[[Sequence[GateEntry], UStatusError], None],
     ) -> None:
         """`on_committed(entries, first seq)`. `on_failed(entries, error)`: of all batches that have failed, when none
         is under way any more and `position` is the committed one again."""
@@ -55,7 +55,7 @@ class TopicAppender:
         self._on_committed, self._on_failed = on_committed, on_failed
         self._key = PREFIX + uris.format(topic)
         self._appending: dict[TopicBatch, asyncio.Future[int]] = {}  # not settled yet, in order
-        self._failed: list[Entry] = []
+        self._failed: list[GateEntry] = []
         self.round = 0  # batches of an earlier one must not be appended any more
         self.refusal: UStatusError | None = None  # the log's last answer, if it was one
         self.position = self._committed()
@@ -65,7 +65,7 @@ class TopicAppender:
         """Returns whether nothing may be appended, since not all that was appended behind a failure has failed yet."""
         return bool(self._failed)
 
-    def append(self, entries: list[Entry]) -> None:
+    def append(self, entries: list[GateEntry]) -> None:
         """Append entries, and `position`, when it is their turn."""
         if entries:
             batch = TopicBatch(entries, self.position, self.round)

@@ -16,7 +16,7 @@ import structlog
 
 from streamer.config.edge import RecoverySection
 from streamer.recovery.source import Fetched, RecoverySource
-from streamer.recovery.waiting import Entry
+from streamer.recovery.waiting import GateEntry
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -111,13 +111,15 @@ class AskedSource:
 
     # Its messages
 
-    def entry(self, message: EncodedMessage, key: bytes, now: float, taken: asyncio.Future[int] | None = None) -> Entry:
+    def entry(
+        self, message: EncodedMessage, key: bytes, now: float, taken: asyncio.Future[int] | None = None
+    ) -> GateEntry:
         decoded = message.decoded()
-        return Entry(message, key, self._position(decoded), self._predecessor(decoded), taken, now)
+        return GateEntry(message, key, self._position(decoded), self._predecessor(decoded), taken, now)
 
     def entries(
         self, topic: UUri, messages: Sequence[UMessage], inward: Callable[[str], str], now: float
-    ) -> list[Entry]:
+    ) -> list[GateEntry]:
         """Returns those messages of an answer that may be recorded. `inward(authority)`: the name inside."""
         found, address = [], topic.SerializeToString()
         for message in messages:

@@ -24,7 +24,7 @@ import structlog
 from history.log.log import Log
 from streamer.recovery.appending import TopicAppender
 from streamer.recovery.asking import AskedSource
-from streamer.recovery.waiting import Entry, WaitingEntries, after_position, anchored, chained
+from streamer.recovery.waiting import GateEntry, WaitingEntries, after_position, anchored, chained
 from streamer.walk.flow import Flow
 from streamer.walk.ingress import IdWindow
 from uprotocol import uri as uris
@@ -57,13 +57,16 @@ class Cause(Enum):
 @dataclass(frozen=True)
 class GateParts:
     """What a gate works with. `inward(authority)`: the name inside of an authority as a source writes it;
-    `on_gap(topic, log, what)` reports lost messages."""
+    `on_gap(topic, log, what)` reports lost messages; `on_answer(topic, position)`: an answer is complete;
+    `is_heard()`: the topic's network is connected, and listened to."""
 
     log: Log
     flow: Flow
     window: IdWindow
     inward: Callable[[str], str]
     on_gap: Callable[[UUri, Log, str], None]
+    on_answer: Callable[[UUri, str | None], None]
+    is_heard: Callable[[], bool]
     now_ms: Callable[[], int]
     backoff: Backoff
 
@@ -76,19 +79,20 @@ class Gate:
         self._loop = asyncio.get_running_loop()
         self._timeout_s = source.section.timeout_s
         self._waiting = WaitingEntries()
-        self._entries: dict[bytes, Entry] = {}  # those that wait or are under way: not committed, not refused
+        self._entries: dict[bytes, GateEntry] = {}  # those that wait or are under way: not committed, not refused
         self._appender = TopicAppender(topic, parts.log, parts.flow, self._committed, self._failed)
-        self._beyond: list[Entry] = []  # recovered, but behind a hole
+        self._beyond: list[GateEntry] = []  # recovered, but behind a hole
         self._is_closed = False  # messages wait, unless their predecessor is the last one
         self._cause = Cause.START
-        self._doubted_at = self.came_at = self._loop.time()
+        self.came_at = self._loop.time()
+        self._is_gap_open = False  # reported, and the source has not answered since
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_due = self._is_stopped = False
 
     def __repr__(self) -> str:
-        state = f"closed: {self._cause.value}" if self._is_closed else "open"
-        return f"Gate({uris.format(self.topic)}, {state}, {len(self._waiting)} wait)"
+        state = self._cause.value if self._is_closed else "open"
+        return f"Gate({uris.format(self.topic)}, {state}, {self.waiting} wait)"
 
     @property
     def position(self) -> str | None:
@@ -145,14 +149,14 @@ class Gate:
         """Append the waiting messages that follow the position without a hole."""
         if self._appender.is_failing:
             return
-        ready: list[Entry] = []
+        ready: list[GateEntry] = []
         while (entry := self._next()) is not None:
             self._waiting.pop(entry.key)
             self._appender.position = entry.position
             ready.append(entry)
         self._appender.append(ready)
 
-    def _next(self) -> Entry | None:
+    def _next(self) -> GateEntry | None:
         if not self._waiting:
             return None
         if self.source.has_predecessors and (entry := self._waiting.behind(self._appender.position)) is not None:
@@ -165,7 +169,7 @@ class Gate:
     def doubt(self, cause: Cause) -> None:
         """Note that messages may be missed from now on, so that the next one waits for an answer."""
         if not self._is_stopped:
-            self._is_closed, self._cause, self._doubted_at = True, cause, self._loop.time()
+            self._is_closed, self._cause = True, cause
 
     def ask(self, cause: Cause) -> None:
         """Ask the source. Messages whose predecessor is not known to be there wait for the answer."""
@@ -173,8 +177,6 @@ class Gate:
             return
         if not self._is_closed or self._cause is Cause.IDLE:
             self._cause = cause
-        if cause is not Cause.IDLE:
-            self._doubted_at = self._loop.time()
         self._is_closed = True
         self._set_timer()
         if self._task is None:
@@ -216,14 +218,14 @@ class Gate:
                 return False
             if not self._is_closed:  # nobody waited for it, and messages have passed meanwhile: ask again
                 if not fetched.messages:
-                    self.source.answered(self.topic)
+                    self._answered()
                     return True
                 self.ask(Cause.IDLE)
                 after = self._appender.position
                 continue
             has_moved = self._take_page(fetched.messages, fetched.next)
             if not fetched.more:
-                self.source.answered(self.topic)
+                self._answered()
                 return self._is_complete()
             if not has_moved and fetched.next in (None, after):
                 raise UStatusError(UCode.FAILED_PRECONDITION, "it says that there is more, and gives nothing new")
@@ -232,6 +234,13 @@ class Gate:
             if round != self._appender.round:
                 return False
         raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"its answer has more than {PAGES_MAX} pages")
+
+    def _answered(self) -> None:
+        self.source.answered(self.topic)
+        self._parts.on_answer(self.topic, self.position)
+        if self._is_gap_open:
+            self._is_gap_open = False
+            log.info("a gap has ended", topic=uris.format(self.topic), position=self.position)
 
     def _take_page(self, messages: Sequence[UMessage], next: str | None) -> bool:
         """Append the recovered messages of a page, and those that wait, in order. Returns whether there was a new
@@ -245,7 +254,7 @@ class Gate:
             chain, self._beyond = entries, []
         times = [entry.message.created_ms for entry in chain]
         counts["out_of_order"] += chain != entries[: len(chain)] or times != sorted(times)
-        before, batch, keys = self._appender.position, list[Entry](), {entry.key for entry in chain}
+        before, batch, keys = self._appender.position, list[GateEntry](), {entry.key for entry in chain}
         if before is None and chain:  # what is known to precede the first one
             batch += filter(None, (self._waiting.pop(one.key) for one in anchored([*self._waiting], chain[0].follows)))
         for entry in chain:
@@ -270,7 +279,7 @@ class Gate:
             self._appender.keep()
         return bool(batch) or self._appender.position != before
 
-    def _earlier_than(self, entry: Entry, keys: set[bytes]) -> list[Entry]:
+    def _earlier_than(self, entry: GateEntry, keys: set[bytes]) -> list[GateEntry]:
         """Returns the first ones that wait and are older than `entry`, except those of the answer: it orders them."""
         found = []
         while self._waiting:
@@ -295,19 +304,16 @@ class Gate:
 
     def _open(self) -> None:
         self._is_closed, self._beyond = False, []
-        self._stop_timer()
+        self._stop_waiting()
         self._turn()
+        if not self._is_closed and not self._parts.is_heard():
+            self.doubt(Cause.NETWORK)  # what is published now is missed
 
     # The end of waiting
 
     def _set_timer(self) -> None:
         if self._timer is None and self._waiting:
             self._timer = self._loop.call_at(self._waiting.first.since + self._timeout_s, self._time_out)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
     def _time_out(self) -> None:
         self._timer = None
@@ -323,33 +329,33 @@ class Gate:
         if self._appender.refusal is not None:  # nothing is lost: the network, or the source, has it still
             self._refuse_all(self._appender.refusal)
             return
-        self._stop_task()
-        self._stop_timer()
+        self._stop_waiting()
         self._is_closed = False
         if self.source.has_predecessors:
             batch = self._with_gaps(why)
         else:
+            if self._cause is not Cause.IDLE and not self._is_gap_open:
+                self._is_gap_open = True
+                self._report("after", ", until its source answers", why)
             batch = list(self._waiting)
-            if self._cause is not Cause.IDLE:  # anywhere between them
-                self._report(batch[-1], why)
             self._waiting.clear()
             self._appender.position = batch[-1].position
-            self._is_closed = batch[-1].since <= self._doubted_at  # more may be missing behind it
         self._beyond = []
         self._appender.append(batch)
-        if self._is_closed or self.source.is_in_trouble(self.topic):
+        if self.source.is_in_trouble(self.topic):
             self._begin()  # until it answers, though nobody waits for it
 
-    def _with_gaps(self, why: str) -> list[Entry]:
+    def _with_gaps(self, why: str) -> list[GateEntry]:
         """Returns all that waits, and what was recovered before it, as it follows one another. Reports each gap."""
-        batch: list[Entry] = []
+        batch: list[GateEntry] = []
         while self._waiting:
             entry = self._waiting.behind(self._appender.position)
             if entry is None:
                 entry = self._waiting.first
                 recovered = anchored(self._beyond, entry.follows)
                 if entry.follows is not None:
-                    self._report(recovered[0] if recovered else entry, why)
+                    end = recovered[0] if recovered else entry
+                    self._report("between", f" and {end.position}", why)
                 new = [one for one in recovered if self._parts.window.take(one.key)]
                 self._entries |= {one.key: one for one in new}
                 batch += new
@@ -359,11 +365,11 @@ class Gate:
             self._appender.position = entry.position
         return batch
 
-    def _report(self, entry: Entry, why: str) -> None:
+    def _report(self, where: str, end: str, why: str) -> None:
         self.source.counts["gaps"] += 1
+        begin = "the first one" if self.position is None else f"position {self.position}"
         trouble = f" ({self.source.trouble})" if self.source.is_in_trouble(self.topic) else ""
-        after = "the first one" if self._appender.position is None else f"position {self._appender.position}"
-        what = f"messages between {after} and {entry.position} may be lost: {self._cause.value}, and {why}{trouble}"
+        what = f"messages may be lost {where} {begin}{end}: {self._cause.value}, and {why}{trouble}"
         self._parts.on_gap(self.topic, self._parts.log, what)
 
     def _refuse_all(self, error: UStatusError) -> None:
@@ -371,7 +377,7 @@ class Gate:
             self._refuse(entry, error)
         self._waiting.clear()
 
-    def _refuse(self, entry: Entry, error: UStatusError) -> None:
+    def _refuse(self, entry: GateEntry, error: UStatusError) -> None:
         """Give a message back to its network, which may deliver it again; the source has it, too."""
         self._parts.window.forget(entry.key)
         self._entries.pop(entry.key, None)
@@ -380,21 +386,21 @@ class Gate:
             if not entry.taken.done():
                 entry.taken.set_exception(error)
 
-    def _stop_task(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            self._task = None
+    def _stop_waiting(self) -> None:
+        for one in (self._task, self._timer):
+            if one is not None:
+                one.cancel()
+        self._task = self._timer = None
 
     def stop(self) -> None:
         """Stop asking, and give what waits back to the network."""
         self._is_stopped = True
-        self._stop_task()
-        self._stop_timer()
+        self._stop_waiting()
         self._turn()
 
     # The log's answers
 
-    def _committed(self, entries: Sequence[Entry], seq: int) -> None:
+    def _committed(self, entries: Sequence[GateEntry], seq: int) -> None:
         for at, entry in enumerate(entries):
             self._entries.pop(entry.key, None)
             if entry.taken is None:
@@ -402,10 +408,10 @@ class Gate:
             elif not entry.taken.done():
                 entry.taken.set_result(seq + at)
 
-    def _failed(self, entries: Sequence[Entry], error: UStatusError) -> None:
+    def _failed(self, entries: Sequence[GateEntry], error: UStatusError) -> None:
         """All that was under way has failed: it waits again, and the source is asked from the committed position on."""
         self._beyond = []
-        live, end = list[Entry](), self._loop.time() - self._timeout_s
+        live, end = list[GateEntry](), self._loop.time() - self._timeout_s
         for entry in entries:
             if entry.taken is None or entry.since <= end:
                 self._refuse(entry, error)

@@ -65,12 +65,14 @@ class Recoveries:
         """Raises UStatusError for a plugin or settings that can't be used."""
         self._endpoints, self._logs, self._flows, self._window = endpoints, logs, flows, window
         self._runtime, self.on_gap = runtime, on_gap
+        self.on_answer: Callable[[UUri, str | None], None] = lambda _topic, _position: None
         self._sources = [
             AskedSource(section, _made(section), message_bytes_max, runtime.now_ms) for section in sections
         ]
         self._patterns = [(uris.parse(topic), source) for source in self._sources for topic in source.section.topics]
         self._gates: dict[uris.Key, Gate] = {}
         self._refused: set[uris.Key] = set()  # topics beyond GATES_MAX, as many at most
+        self._heard: set[Endpoint] = set()  # their networks are connected and listened to
         self._is_running = False
 
     def __repr__(self) -> str:
@@ -100,6 +102,8 @@ class Recoveries:
             self._window,
             partial(self._inward, topic.authority_name),
             lambda *gap: self.on_gap(*gap),
+            lambda *answer: self.on_answer(*answer),
+            lambda: self._endpoints.owner(topic.authority_name) in self._heard,
             self._runtime.now_ms,
             Backoff(ASK_MS_MIN, ASK_MS_MAX, self._runtime.rng),
         )
@@ -167,11 +171,13 @@ class Recoveries:
     def connection_changed(self, endpoint: Endpoint, connected: bool) -> None:
         """Messages may be missed from now on if the network is away."""
         if not connected:
+            self._heard.discard(endpoint)
             for gate in self._gates_at(endpoint):
                 gate.doubt(Cause.NETWORK)
 
     def listens(self, endpoint: Endpoint) -> None:
         """Ask for what was missed while the network was away, or nobody listened there."""
+        self._heard.add(endpoint)
         for gate in self._gates_at(endpoint) if self._is_running else ():
             gate.ask(Cause.NETWORK)
 

@@ -79,7 +79,7 @@ def _mistake(plugin: Any) -> str:
     return plugins.mistake_of(plugin.config, plugin.create, "create(config)")
 
 
-SOURCES: Final = plugins.Kind(
+SOURCES: Final = plugins.PluginKind(
     "recovery source", GROUP, _mistake, RecoverySource, "streamer.recovery.source.RecoverySource", "docs/edge.md"
 )
 

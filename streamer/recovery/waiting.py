@@ -10,7 +10,7 @@ from uprotocol.encoded import EncodedMessage
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class GateEntry:
     """A message on its way into the log. `position`: behind it; `follows`: behind what it was published, None: unknown.
     `taken`: settled when it is committed or refused; None: it was recovered. `since`: loop time of its arrival."""
 
@@ -26,33 +26,33 @@ class WaitingEntries:
     """In the order of their arrival. `bytes`: their size."""
 
     def __init__(self) -> None:
-        self._entries: dict[bytes, Entry] = {}
-        self._behind: dict[str, Entry] = {}  # by what it follows; of several with the same the first
+        self._entries: dict[bytes, GateEntry] = {}
+        self._behind: dict[str, GateEntry] = {}  # by what it follows; of several with the same the first
         self.bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[GateEntry]:
         return iter(self._entries.values())
 
     @property
-    def first(self) -> Entry:
+    def first(self) -> GateEntry:
         return next(iter(self._entries.values()))
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: GateEntry) -> None:
         self._entries[entry.key] = entry
         self.bytes += entry.message.ByteSize()
         if entry.follows is not None:
             self._behind.setdefault(entry.follows, entry)
 
-    def add_in_front(self, entries: Sequence[Entry]) -> None:
+    def add_in_front(self, entries: Sequence[GateEntry]) -> None:
         behind = list(self)
         self.clear()
         for entry in (*entries, *behind):
             self.add(entry)
 
-    def pop(self, key: bytes) -> Entry | None:
+    def pop(self, key: bytes) -> GateEntry | None:
         entry = self._entries.pop(key, None)
         if entry is not None:
             self.bytes -= entry.message.ByteSize()
@@ -60,7 +60,7 @@ class WaitingEntries:
                 del self._behind[entry.follows]
         return entry
 
-    def behind(self, position: str | None) -> Entry | None:
+    def behind(self, position: str | None) -> GateEntry | None:
         """Returns the one that was published right behind `position`."""
         return None if position is None else self._behind.get(position)
 
@@ -70,16 +70,16 @@ class WaitingEntries:
         self.bytes = 0
 
 
-def after_position(entries: Sequence[Entry], position: str | None) -> list[Entry]:
+def after_position(entries: Sequence[GateEntry], position: str | None) -> list[GateEntry]:
     """Returns the entries behind the one at `position`: a source may begin too early."""
     at = next((at for at, entry in enumerate(entries) if entry.position == position), -1)
     return list(entries[at + 1 :])
 
 
-def chained(entries: Sequence[Entry], position: str | None) -> tuple[list[Entry], list[Entry]]:
+def chained(entries: Sequence[GateEntry], position: str | None) -> tuple[list[GateEntry], list[GateEntry]]:
     """Returns the entries that follow `position` without a hole, in their order, and the others. None: nothing is
     known, so the first one that follows none of the others begins."""
-    chain: list[Entry] = []
+    chain: list[GateEntry] = []
     left = {entry.key: entry for entry in entries}
     behind = {entry.follows: entry for entry in reversed(entries) if entry.follows is not None}
     if position is not None:
@@ -97,10 +97,10 @@ def chained(entries: Sequence[Entry], position: str | None) -> tuple[list[Entry]
     return chain, list(left.values())
 
 
-def anchored(entries: Sequence[Entry], anchor: str | None) -> list[Entry]:
+def anchored(entries: Sequence[GateEntry], anchor: str | None) -> list[GateEntry]:
     """Returns the entries that lead without a hole to the position `anchor`, in their order."""
     by_position = {entry.position: entry for entry in entries}
-    found: list[Entry] = []
+    found: list[GateEntry] = []
     while anchor is not None and (entry := by_position.pop(anchor, None)) is not None:
         found.append(entry)
         anchor = entry.follows

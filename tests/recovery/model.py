@@ -93,7 +93,7 @@ class ModelSource(RecoverySource):
             case "endless":
                 return Fetched(found, more=True)
             case "huge":
-                return Fetched(found * 2_000)
+                return Fetched(self.after(None) * 2_000)
             case "position":
                 return Fetched(found, next="x" * 5_000)
         return Fetched(found[: self.page], more=len(found) > self.page)
@@ -145,7 +145,17 @@ class Life(Process):
             window.take(id + opened.stream(stream).source.SerializeToString())
         section = RecoverySection(topics=["//vehicle1/8001/1/8001"], source="model", timeout_s=TIMEOUT_S)
         self.source = AskedSource(section, world.model, 1_000_000, world.now_ms)
-        parts = GateParts(opened, Flow(), window, lambda name: name, world.gap, world.now_ms, Backoff(50, 2_000))
+        parts = GateParts(
+            opened,
+            Flow(),
+            window,
+            world.inward,
+            world.gap,
+            world.answered,
+            lambda: world.is_connected,
+            world.now_ms,
+            Backoff(50, 2_000),
+        )
         self.gate = Gate(TOPIC, self.source, parts)
         self.gate.ask(Cause.START)
         self.log = opened
@@ -167,11 +177,12 @@ class Recovered:
         self.loop, self.folder, self.rng = loop, folder, random.Random(seed)
         self.published: list[UMessage] = []
         self.model = make(self.published, self.rng)
-        self.gaps: list[str] = []
+        self.gaps: list[str | int] = []  # what was reported, and up to which number the source has answered
         self.acknowledged: set[int] = set()
         self.lives: list[Life] = []
         self.is_connected = True
-        self._ids = uuids.UUIDGenerator(self.now_ms, self.rng.randbytes)
+        self.inward: Callable[[str], str] = lambda name: name
+        self.ids = uuids.UUIDGenerator(self.now_ms, self.rng.randbytes)
         self._is_redelivering = False
         self._under_way: list[UMessage] = []  # not acknowledged, in order, as a broker keeps them
 
@@ -189,6 +200,14 @@ class Recovered:
     def gap(self, topic: UUri, log: Log, what: str) -> None:
         assert uris.key(topic) == uris.key(TOPIC)
         self.gaps.append(what)
+
+    def answered(self, _topic: UUri, position: str | None) -> None:
+        self.gaps.append(self._numbers()[position or "the first one"])
+
+    def _numbers(self) -> dict[str, int]:
+        """By position."""
+        numbers = {uuids.format(one.attributes.id): number_of(one) for one in self.published}
+        return numbers | {str(number): number for number in numbers.values()} | {"the first one": 0}
 
     # Processes
 
@@ -218,7 +237,7 @@ class Recovered:
     # Messages
 
     def publish(self, *, lost: bool = False, twice: bool = False, late: bool = False) -> UMessage:
-        message = publication(len(self.published) + 1, id=self._ids())
+        message = publication(len(self.published) + 1, id=self.ids())
         self.published.append(message)
         if not lost:
             self._under_way.append(message)
@@ -288,13 +307,19 @@ class Recovered:
 
     def told(self, *, is_late: bool = False) -> set[int]:
         """The numbers that reported gaps have; `is_late`: also those that came late, which a gap reports as well."""
-        numbers = {uuids.format(one.attributes.id): number_of(one) for one in self.published}
-        numbers |= {str(number): number for number in numbers.values()} | {"the first one": 0}
-        found = set[int]()
-        for gap in self.gaps:
-            ends = re.match(r"messages between (?:position )?(.*?) and (\S+) may be lost", gap)
+        numbers, found = self._numbers(), set[int]()
+        for at, gap in enumerate(self.gaps):
+            if isinstance(gap, int):
+                continue
+            ends = re.match(
+                r"messages may be lost \w+ (?:position )?(.*?)(?: and (\S+)|, until its source answers): ", gap
+            )
             assert ends is not None, gap
-            after, before = (numbers[one] for one in ends.groups())
+            after = numbers[ends[1]]
+            if ends[2] is None:
+                before = next((one for one in self.gaps[at:] if isinstance(one, int)), len(self.published)) + 1
+            else:
+                before = numbers[ends[2]]
             found.update(range(after + 1, before))
             if before <= after and is_late:  # it came behind what it was published before
                 found.update(range(before, after + 1))
