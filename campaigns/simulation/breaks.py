@@ -264,6 +264,18 @@ def _failure_heard_late() -> Patches:
     return [(Appender, "_is_failing", lambda self, offered: False)]
 
 
+def _nothing_missed() -> Patches:
+    from streamer.recovery.gates import Gate
+
+    return [(Gate, "doubt", lambda self, cause: None)]
+
+
+def _gaps_untold() -> Patches:
+    from streamer.recovery.gates import Gate
+
+    return [(Gate, "_report", lambda self, *_: None)]
+
+
 FOLLOWED: Final = ("follow", "keeper")
 IN_EPOCHS: Final = ("epochs", "static")
 
@@ -354,6 +366,14 @@ BREAKS: Final[dict[str, Break]] = {
     "no filter": Break("a new reader gets the rest of a begun epoch as a whole one", _no_filter, kinds=IN_EPOCHS),
     "handed over again": Break(
         "a reader's cursor loses the epochs that were delivered beyond it", _handed_lost, kinds=IN_EPOCHS
+    ),
+    "nothing missed": Break(
+        "a source is not asked about what was published while its network was away",
+        _nothing_missed,
+        kinds=("recovery",),
+    ),
+    "recovery gaps untold": Break(
+        "what a source has not brought in time is missing without a report", _gaps_untold, kinds=("recovery",)
     ),
     "closed at once": Break(
         "an epoch ends when its publisher announces it, before its last records", _closed_at_once, kinds=IN_EPOCHS

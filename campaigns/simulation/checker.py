@@ -240,9 +240,9 @@ class Checker:
         last = self._last.get((hearer, sent.stream), 0)
         if sent.number < last and id in self._refused_alone:
             last = 0  # later ones were accepted all the same: sending resumes from this one
-        elif sent.number < last and hearer in sent.promised and id not in self._maybe_dead:
+        elif sent.number < last and hearer in sent.promised and not sent.lost and id not in self._maybe_dead:
             # (dead letters, messages from before the subscription and those that waited when it was ended may still
-            # arrive when an endpoint has its name again)
+            # arrive when an endpoint has its name again; one that a network has lost is sent again after a kill)
             self.fail(
                 "reordered", f"{hearer} heard {sent} (message {sent.number}) after message {last} of the same stream"
             )
@@ -413,6 +413,8 @@ class Checker:
             followed.take(incarnation, message, origin)
         if machine == "V" and id in self.sent:
             self.sent[id].era = self.era
+        if machine == "V" and self.world.rest is not None:
+            self.world.rest.checker.appended(incarnation, seq, message)
         if durable:
             self.newest[machine] = seq
         else:
@@ -437,6 +439,8 @@ class Checker:
     def torn(self, machine: str) -> None:
         """The followed records may be lost with the end of the log, and come again."""
         self.followed.pop(machine, None)
+        if machine == "V" and self.world.rest is not None:
+            self.world.rest.checker.torn()
 
     def _in_followed_gap(self, incarnation: bytes, seq: int) -> bool:
         return any(

@@ -193,7 +193,7 @@ class GatewayProcess(MachineProcess):
         streamer.dead_letters.add = tapped  # type: ignore[method-assign]
 
     def _tap_gaps(self, streamer: Streamer) -> None:
-        """Gaps of histories that are followed."""
+        """Gaps of histories that are followed, and of recovery sources."""
         on_gap, checker, name = streamer.follows.on_gap, self.machine.world.checker, self.machine.name
 
         def tapped(service: UUri, gap: Gap) -> None:
@@ -201,6 +201,15 @@ class GatewayProcess(MachineProcess):
             on_gap(service, gap)
 
         streamer.follows.on_gap = tapped
+        if self.machine.name == "V" and (rest := self.machine.world.rest) is not None:
+            report = streamer.recoveries.on_gap
+
+            def reported(topic: UUri, source: Log, what: str) -> None:
+                rest.checker.gap(topic, what)
+                report(topic, source, what)
+
+            streamer.recoveries.on_gap = reported
+            streamer.recoveries.on_answer = rest.checker.answered
 
 
 def _late(open: Callable[[], Awaitable[None]], before_s: float, after_s: float) -> Callable[[], Awaitable[None]]:

@@ -36,6 +36,7 @@ USUBSCRIPTION = 0  # its ue_id
 COMMANDS = frozenset({1, 2})  # Subscribe, Unsubscribe: the resources of both versions
 KEEPER = 0x8004  # the ue_id of the publisher that keeps its own history
 LATE_S_MAX = 3.0
+LOSER: Final = "V-vehicle"  # the session of the vehicle's gateway
 
 
 @dataclass(frozen=True)
@@ -300,11 +301,24 @@ class SimulatedNetwork(FaultyNetwork):
         self._context = contextvars.copy_context()  # belongs to no process that could be killed
         self.weather = CALM
         self.keeps = name.endswith("/vehicle")  # it has a publisher that keeps its own history
+        # whether the gateway of the vehicle gets this message neither now nor from its session
+        self.loses: Callable[[UMessage], bool] | None = None
 
     def set_weather(self, weather: Weather) -> None:
         self.weather = weather
         rough = weather.faults != NO_FAULTS
         self.set_faults(replace(weather.faults, seed=self._dice.getrandbits(32)) if rough else None)
+
+    def carry(self, sender: LocalTransport, message: UMessage) -> UStatus:
+        if self.loses is None or not self.loses(message):
+            return super().carry(sender, message)
+        members, sessions = self.members, self.sessions
+        self.members = [member for member in members if member.session != LOSER]
+        self.sessions = {name: session for name, session in sessions.items() if name != LOSER}
+        try:
+            return super().carry(sender, message)
+        finally:
+            self.members, self.sessions = members, sessions
 
     def carry_allowed(self, sender: LocalTransport, message: UMessage) -> UStatus:
         weather = self.weather

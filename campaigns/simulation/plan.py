@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from campaigns.simulation.disk import DiskFaults
 from campaigns.simulation.epochs import SIGNALS
 from campaigns.simulation.network import CALM, Faults, Weather
+from campaigns.simulation.recovery import WRONG, WRONG_ORDER
 from uprotocol import uri as uris
 from uprotocol.status import RETRYABLE, UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -164,6 +165,8 @@ class Plan:
         return self._allowed(found)
 
     def _allowed(self, found: list[tuple[float, Action]]) -> list[tuple[float, Action]]:
+        if self._world.rest is not None:
+            found += [(4, self._bad_history), (3, self._partition_vehicle)]
         return [(weight, action) for weight, action in found if action.__name__.strip("_") not in self._world.without]
 
     # -- background
@@ -597,6 +600,30 @@ class Plan:
             await self._some(0.5)
         self._world.checker.disturbed_until(f"partition {name} cloud")
 
+    # -- faults of a REST history
+
+    async def _bad_history(self) -> None:
+        """It does not answer, or wrongly, for a while."""
+        assert self._world.rest is not None
+        self._world.rest.mode = self._dice.choice((*WRONG, WRONG_ORDER))
+        self._world.note("history", self._world.rest.mode)
+        if self._dice.random() < 0.4:
+            await self._kill()
+        await self._some(8.0)
+        self._world.rest.mode = ""
+
+    async def _partition_vehicle(self) -> None:
+        """The vehicle's gateway loses the vehicle's network."""
+        streamer = self._v.streamer
+        if streamer is None:
+            return
+        transport: Any = next(iter(streamer.endpoints)).transport
+        self._world.checker.disturbed_from("partition V vehicle")
+        transport.disconnect()
+        await self._some(4.0)
+        transport.reconnect()
+        self._world.checker.disturbed_until("partition V vehicle")
+
     async def _kill_both(self) -> None:
         machines = self._world.machines.values()
         for machine in machines:
@@ -682,6 +709,8 @@ class Plan:
             self._calm(name)
         if world.foreign is not None:
             world.foreign.speaking.set()
+        if world.rest is not None:
+            world.rest.mode = ""
         for network in world.networks.values():
             network.allow()
             network.heal()

@@ -6,6 +6,7 @@
              '--- a uSubscription service without a gateway, for S
 
 kind "epochs": one of the others, and V keeps the epochs of two groups, for readers by epoch (epochs.py)
+kind "recovery": one of the others, and a publisher of the vehicle has a REST history, which V asks (recovery.py)
 
 kind "follow": as "chain", but C follows V over the cloud, and V follows C in some    "keeper": V follows K on the
 vehicle's network as well, a publisher that keeps its own history
@@ -29,6 +30,7 @@ import sqlite3
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from importlib.metadata import EntryPoint
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
@@ -52,6 +54,8 @@ from campaigns.simulation.loop import EPOCH_S, PROCESS, DeadlockError, Process, 
 from campaigns.simulation.machine import Keeper, Machine, MachineProcess, named, runtime_of
 from campaigns.simulation.network import USUBSCRIPTION, SimulatedNetwork
 from campaigns.simulation.plan import Plan
+from campaigns.simulation.recovery import POINT, RestPublisher
+from campaigns.simulation.recovery import sections as sections_of_recovery
 from history.log import streams
 from history.reading.following import FollowMode
 from transports import plugin as plugins
@@ -79,6 +83,9 @@ LATE_SHARE: Final = 0.5  # of worlds with a busy loop: one turn handles all time
 LATE_S_MAX: Final = (0.001, 0.005, 0.02)  # ... one of these
 EPOCHS: Final = "epochs"  # may be in a world of any kind
 EPOCHS_SHARE: Final = 0.2
+RECOVERY: Final = "recovery"  # the same
+RECOVERY_SHARE: Final = 0.25
+RECOVERED_S: Final = 120.0  # no back-off of a source lasts that long
 MODES: Final[tuple[FollowMode, ...]] = ("auto", "poll", "push")
 HEAL_S_MAX: Final = 150.0  # back-offs end, services are asked again: then gateways must be ready
 SETTLE_S_MAX: Final = 460.0  # remote commands are repeated after a minute, audits come every five
@@ -109,7 +116,14 @@ KEPT_YEARS_MS: Final = 10 * 365 * 86_400_000  # no retention by age: clocks jump
 EXCUSES: Final = frozenset({"C", "weather hub", "break hub", "disk C", "partition C hub", "hang C hub", "rename"})
 """Events after which a hearer behind the follower may get a message twice."""
 
-plugins.names = functools.cache(plugins.names)  # type: ignore[assignment]  # else each start of a gateway reads all of site-packages
+_installed = functools.cache(plugins.names)  # else each start of a gateway reads all of site-packages
+
+
+def _names(group: str = plugins.GROUP) -> dict[str, EntryPoint]:
+    return _installed(group) | ({POINT.name: POINT} if group == POINT.group else {})
+
+
+plugins.names = _names
 
 
 def _wall_ns() -> int:
@@ -156,12 +170,16 @@ class World:
         own = random.Random(seed ^ 0xF0110)  # a generator of its own, so that worlds of other kinds do not change
         kind, follow_kind = self.dice.choice(KINDS), own.choice(FOLLOW_KINDS)
         self.kind = follow_kind if own.random() < FOLLOW_SHARE else kind
-        bases = [one for one in kinds if one != EPOCHS]
+        bases = [one for one in kinds if one not in (EPOCHS, RECOVERY)]
         if bases and self.kind not in bases:
             self.kind = next((one for one in (kind, follow_kind) if one in bases), None) or own.choice(sorted(bases))
         self.epoch_dice = random.Random(seed ^ 0xE90C5)  # a generator of its own, so that other draws do not change
         by_chance = self.epoch_dice.random() < EPOCHS_SHARE and EPOCHS not in without
         self.epochs = EpochsChecker(self) if by_chance or EPOCHS in kinds else None
+        self.recovery_dice = random.Random(seed ^ 0x4EC0)  # a generator of its own
+        recovers = self.recovery_dice.random() < RECOVERY_SHARE and RECOVERY not in without
+        self.recovers = recovers or RECOVERY in kinds
+        self.rest: RestPublisher | None = None
         self.healed = False
         self.follows = self.kind in FOLLOW_KINDS
         self.has_hub = self.follows or self.kind == "chain"  # a gateway behind the cloud, and a network behind that
@@ -317,18 +335,23 @@ class World:
         follow = {"endpoint": "cloud", "service": "//hub/4/1/0", "mode": self.mode} if self.follows else {}
         followed_by = {"followed_by": "//hub/4/1/0"} if self.follows else {}
         epochs = {"epochs": sections(self.epoch_dice)} if self.epochs is not None else {}
-        return epochs | {
-            "follow": [follow] if self.follows and self.is_mutual else [],
-            "streamer": {"authority": "vin1", "data_dir": str(self.folder / "V")},
-            "endpoint": [
-                endpoint("vehicle", "embedded"),
-                endpoint("mcu", "none"),
-                endpoint("cloud", remote) | {"suffix": self.suffix} | followed_by,
-            ],
-            "history": {"reserve_mib": 1},
-            "usubscription": {"static_file": str(self.folder / "static.json")},
-            "egress": {"retry_min_ms": 5, "retry_max_ms": 400, "send_ms_max": SEND_MS_MAX},
-        }
+        recovery = {"recovery": sections_of_recovery()} if self.recovers else {}
+        return (
+            epochs
+            | recovery
+            | {
+                "follow": [follow] if self.follows and self.is_mutual else [],
+                "streamer": {"authority": "vin1", "data_dir": str(self.folder / "V")},
+                "endpoint": [
+                    endpoint("vehicle", "embedded"),
+                    endpoint("mcu", "none"),
+                    endpoint("cloud", remote) | {"suffix": self.suffix} | followed_by,
+                ],
+                "history": {"reserve_mib": 1},
+                "usubscription": {"static_file": str(self.folder / "static.json")},
+                "egress": {"retry_min_ms": 5, "retry_max_ms": 400, "send_ms_max": SEND_MS_MAX},
+            }
+        )
 
     def hub_config(self) -> dict[str, Any]:
         def endpoint(name: str, authorities: list[str], mode: str) -> dict[str, Any]:
@@ -378,6 +401,9 @@ class World:
         await self._lone_service()
         if self.epochs is not None:
             await self._populate_epochs(self.epochs)
+        if self.recovers:
+            self.rest = RestPublisher(self, await node(self, "vehicle", "vin1", 0x8007))
+            self.publishers.append(self.rest)
 
     async def _populate_epochs(self, epochs: EpochsChecker) -> None:
         signals = await node(self, "vehicle", "vin1", 0x8005)
@@ -588,6 +614,8 @@ class World:
         await asyncio.sleep(QUIET_S)
         if self.epochs is not None:
             await self._check_epochs(self.epochs)
+        if self.rest is not None:
+            await self._check_recovered(self.rest)
         if self.follows:
             await self._check_followed()
         self.given_up = True
@@ -616,6 +644,12 @@ class World:
             await epochs.learn(list(streamer.logs))
             await self.until(lambda: not any(map(epochs.owed, epochs.readers)), EPOCHS_S)
             epochs.finish()
+
+    async def _check_recovered(self, rest: RestPublisher) -> None:
+        await self.until(lambda: not any(map(rest.checker.owed, rest.histories)), RECOVERED_S)
+        streamer = self.machines["V"].streamer
+        if streamer is not None and not self.checker.violations:
+            await rest.checker.finish(streamer.logs.durable)
 
     def _look_at_unclaimed(self, plan: Plan) -> None:
         for machine in self.machines.values():
