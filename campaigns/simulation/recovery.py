@@ -166,7 +166,9 @@ class RecoveryChecker:
     def __init__(self, world: World, rest: RestPublisher) -> None:
         self._world, self._rest = world, rest
         self._stored: dict[uris.Key, dict[tuple[bytes, int], int]] = defaultdict(dict)  # number, by place
-        self._told: dict[uris.Key, list[str | int]] = defaultdict(list)  # gaps, and up to where the source has answered
+        self._reported: dict[uris.Key, list[str | int]] = defaultdict(
+            list
+        )  # gaps, and up to where the source has answered
         self.unnoticed = set[int]()
         self.has_torn = False
 
@@ -180,11 +182,11 @@ class RecoveryChecker:
 
     def gap(self, topic: UUri, what: str) -> None:
         self._world.note("recovery gap", uris.format(topic), what)
-        self._told[uris.key(topic)].append(what)
+        self._reported[uris.key(topic)].append(what)
 
     def answered(self, topic: UUri, position: str | None) -> None:
         key = uris.key(topic)
-        self._told[key].append(self._numbers(key).get(position or "", 0))
+        self._reported[key].append(self._numbers(key).get(position or "", 0))
 
     def _numbers(self, key: uris.Key) -> dict[str, int]:
         history = self._rest.histories[key]
@@ -192,8 +194,8 @@ class RecoveryChecker:
         return by_id | {message.payload.decode(): int(message.payload) for message in history}
 
     def _gaps(self, key: uris.Key, *, is_late: bool) -> set[int]:
-        numbers, found, told = self._numbers(key), set[int](), self._told[key]
-        for at, gap in enumerate(told):
+        numbers, found, reported = self._numbers(key), set[int](), self._reported[key]
+        for at, gap in enumerate(reported):
             if isinstance(gap, int):
                 continue
             ends = re.match(
@@ -201,7 +203,7 @@ class RecoveryChecker:
             )
             assert ends is not None, gap
             after = numbers.get(ends[1], 0)
-            until = next((one for one in told[at:] if isinstance(one, int)), len(self._rest.histories[key]))
+            until = next((one for one in reported[at:] if isinstance(one, int)), len(self._rest.histories[key]))
             before = until + 1 if ends[2] is None else numbers[ends[2]]
             found.update(range(after + 1, before))
             if is_late and before <= after:
@@ -236,4 +238,4 @@ class RecoveryChecker:
                 last[key] = max(last[key], number)
         for key in self._rest.histories:
             if owed := self.owed(key):
-                self._world.checker.fail("neither recovered nor told", f"messages {sorted(owed)[:5]} of {key}")
+                self._world.checker.fail("neither recovered nor reported", f"messages {sorted(owed)[:5]} of {key}")

@@ -305,7 +305,7 @@ class Recovered:
             found += [number_of(message) for chunk in chunks for message in chunk.messages]
         return found
 
-    def told(self, *, is_late: bool = False) -> set[int]:
+    def reported(self, *, is_late: bool = False) -> set[int]:
         """The numbers that reported gaps have; `is_late`: also those that came late, which a gap reports as well."""
         numbers, found = self._numbers(), set[int]()
         for at, gap in enumerate(self.gaps):
@@ -327,11 +327,11 @@ class Recovered:
 
     def check(self, numbers: Sequence[int]) -> None:
         assert len(numbers) == len(set(numbers)), f"doubled: {numbers}"
-        told, late = self.told(), self.told(is_late=True)  # what was given up may come later all the same
+        reported, late = self.reported(), self.reported(is_late=True)  # what was given up may come later all the same
         in_time = [number for number in numbers if number not in late]
         assert in_time == sorted(in_time), f"out of order: {numbers}"
         missing = set(range(1, len(self.published) + 1)) - set(numbers)
         assert not missing & self.acknowledged, f"acknowledged, and lost: {missing & self.acknowledged}"
         missing -= set(range(1, numbers[0]))  # nothing was recorded yet: the record begins with what the source has
-        assert missing <= told, f"lost, and not told: {missing - told}: {self.gaps}"
+        assert missing <= reported, f"lost, and not reported: {missing - reported}: {self.gaps}"
         assert not self.loop.errors, self.loop.errors

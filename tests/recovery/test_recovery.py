@@ -267,7 +267,7 @@ def test_after_timeout_s_the_gap_is_reported_and_they_go_on(tmp_path: Path) -> N
         assert await world.numbers() == [1]
         await asyncio.sleep(0.2)
         assert await world.numbers() == [1, 3]
-        assert world.told() == {2}
+        assert world.reported() == {2}
         assert "is away" in world.life.source.trouble
         world.model.mode = ""
         await asyncio.sleep(30)
@@ -307,7 +307,7 @@ def test_a_source_that_lacks_the_oldest_leaves_a_gap_and_then_its_own(tmp_path: 
         world.publish()
         await asyncio.sleep(10)
         assert await world.numbers() == [1, 3, 4, 5]
-        assert world.told() == {2}
+        assert world.reported() == {2}
 
     virtually(run())
 
