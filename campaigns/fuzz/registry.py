@@ -47,7 +47,7 @@ def target(run: Run) -> Run:
 
 def load() -> dict[str, Target]:
     """Returns all targets."""
-    for module in ("wires", "services", "files", "edge", "grip"):
+    for module in ("wires", "services", "files", "edge", "grip", "recovery"):
         importlib.import_module(f"campaigns.fuzz.{module}")
     return TARGETS
 

@@ -104,8 +104,8 @@ class HttpSource(RecoverySource):
         said = answer.instruction
         position = next((one.prev_id for one in said.channels if one.name == name), None)
         if config.mode == "newest":
-            return _newest(topic, answer.body, position, after, FORMATS[config.payload], began_ms)
-        found = _messages(answer.body) if config.format == "protobuf" else _lines(topic, answer.body)
+            return newest_of(topic, answer.body, position, after, FORMATS[config.payload], began_ms)
+        found = messages_of(answer.body) if config.format == "protobuf" else lines_of(topic, answer.body)
         messages = list(islice(found, PAGE_MESSAGES_MAX))
         if next(found, None) is not None:  # the rest is asked for again, from there
             return Fetched(messages, more=True)
@@ -117,7 +117,7 @@ class HttpSource(RecoverySource):
         return Fetched(messages, behind, more=True)
 
 
-def _newest(
+def newest_of(
     topic: UUri,
     body: bytes,
     position: str | None,
@@ -141,7 +141,7 @@ def _message_id(text: str | None) -> UUID | None:
     return None
 
 
-def _lines(topic: UUri, body: bytes) -> Iterator[UMessage]:
+def lines_of(topic: UUri, body: bytes) -> Iterator[UMessage]:
     """Yields the messages of an application/x-ndjson body. Raises FAILED_PRECONDITION."""
     for number, line in enumerate(body.splitlines(), 1):
         if line.strip():
@@ -170,7 +170,7 @@ def _message(topic: UUri, line: Any) -> UMessage:
     return builder.build_from_upayload(UPayload(body, FORMATS[line.get("format", format)]))
 
 
-def _messages(body: bytes) -> Iterator[UMessage]:
+def messages_of(body: bytes) -> Iterator[UMessage]:
     """Yields the UMessages of an application/x-protobuf body, each behind its length as a varint. Raises
     FAILED_PRECONDITION."""
     at = 0

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamer.recovery.asking import PAGE_MESSAGES_MAX
-from streamer.recovery.http_source import HttpSource, HttpSourceConfig, _lines, _messages
+from streamer.recovery.http_source import HttpSource, HttpSourceConfig, lines_of, messages_of
 from streamer.recovery.source import Fetched
 from tests.recovery.model import TOPIC, publication
 from uprotocol import uuid as uuids
@@ -174,7 +174,7 @@ async def test_bytes_that_are_no_messages_are_refused(rest: Rest, body: bytes) -
 
 @given(st.binary(max_size=80))
 def test_whatever_comes_is_messages_or_refused(body: bytes) -> None:
-    for read in (lambda: list(_messages(body)), lambda: list(_lines(TOPIC, body))):
+    for read in (lambda: list(messages_of(body)), lambda: list(lines_of(TOPIC, body))):
         try:
             read()
         except UStatusError as error:
