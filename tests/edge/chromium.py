@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by its DevTools protocol over a WebSocket. Tests skip where there is none."""
+"""A headless Chromium, driven by its DevTools protocol over a WebSocket. Without a Chromium, tests skip."""
 
 from __future__ import annotations
 
