@@ -68,7 +68,8 @@ class EndpointNetwork:
         self.back_soon_since: float | None = None  # when it was first opened, or went away and may be back soon
         self.tried = asyncio.Event()  # set once it listens or has failed to
         self.changed = asyncio.Event()  # set when other filters are needed
-        self.may_accept = False  # it is new or back, and may now accept what it refused
+        self.may_accept = False  # a network is new or back, and this one may now accept what it refused
+        self.is_back = False  # it is new or back itself, and `on_listens` was not called since
 
     @property
     def is_connected(self) -> bool:
@@ -175,7 +176,7 @@ class Networks:
             log.error("an endpoint can't be opened; trying again", endpoint=endpoint.name, error=why, attempt=backoff)
             self._has_tried(network)
             await asyncio.sleep(max(backoff.next_ms(), OPEN_MS_MIN) / 1000)
-        network.is_open, network.knows_all_registered, network.trouble = True, False, ""
+        network.is_open, network.is_back, network.knows_all_registered, network.trouble = True, True, False, ""
         self.listen_soon(is_back=True)
 
     async def _reopen_what_hangs(self, network: EndpointNetwork) -> None:
@@ -215,7 +216,7 @@ class Networks:
         else:
             if network.tried.is_set():  # else it does not listen yet
                 network.back_soon_since = None
-            network.away_since, network.was_connected = None, True
+            network.away_since, network.was_connected, network.is_back = None, True, True
             self.listen_soon(is_back=True)
             self._back.set()
             self._on_connected(network.endpoint)
@@ -296,8 +297,8 @@ class Networks:
                 async with asyncio.timeout_at(retry_at):
                     await network.changed.wait()
             network.changed.clear()
-            is_back, network.may_accept = network.may_accept, False
-            retry = is_back or (retry_at is not None and loop.time() >= retry_at)
+            retry = network.may_accept or (retry_at is not None and loop.time() >= retry_at)
+            network.may_accept = False
             if await self._listen(network, retry) is not None:
                 if retry or retry_at is None:
                     retry_at = loop.time() + backoff.next_ms() / 1000
@@ -306,7 +307,8 @@ class Networks:
                 retry_at = None
             if not network.tried.is_set():
                 self._has_tried(network)
-            if is_back and network.is_connected:
+            if network.is_back and network.is_connected:
+                network.is_back = False
                 self._on_listens(network.endpoint)
 
     async def listen_before_answer(self, _: Any) -> None:

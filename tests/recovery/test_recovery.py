@@ -114,6 +114,25 @@ async def test_what_was_missed_while_the_network_was_away_comes_first(make_world
     await until_numbers(world, [1, 2, 3, 4])
 
 
+async def test_a_source_is_not_asked_when_another_network_is_back(make_world: MakeWorld, history: History) -> None:
+    world = await make_world(more=recovery(history))
+    car = await world.node("vehicle", "vehicle1")
+    await car.send(publication(1))
+    await until_numbers(world, [1])
+    (gate,) = world.streamer.recoveries
+    await world.until(lambda: not gate.is_asking)
+    asked = gate.source.counts["asked"]
+    other: Any = world.streamer.endpoints["cloud"].transport
+    other.disconnect()
+    other.reconnect()
+    await asyncio.sleep(0.2)
+    assert gate.source.counts["asked"] == asked
+    own: Any = world.streamer.endpoints["vehicle"].transport
+    own.disconnect()
+    own.reconnect()
+    await world.until(lambda: gate.source.counts["asked"] > asked)
+
+
 async def test_what_was_missed_before_silence_comes_after_it(make_world: MakeWorld, history: History) -> None:
     world = await make_world(more=recovery(history, "timeout_s = 1\nidle_s = 0.1"))
     sent = publication(1)
