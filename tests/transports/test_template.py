@@ -78,7 +78,7 @@ def test_the_configuration_of_a_copy_is_accepted(copy: Path, monkeypatch: pytest
     project = tomllib.loads((copy / "pyproject.toml").read_text())["project"]
     ((name, value),) = project["entry-points"][plugin.GROUP].items()
     points = plugin.names()
-    monkeypatch.setattr(plugin, "names", lambda: {**points, name: EntryPoint(name, value, plugin.GROUP)})
+    monkeypatch.setattr(plugin, "names", lambda *_: {**points, name: EntryPoint(name, value, plugin.GROUP)})
     loaded = configs.loads((copy / "gateway.toml").read_text())
     (endpoint,) = [one for one in loaded.endpoint if one.transport == NAME]
     made = plugin.create(endpoint.transport, endpoint.settings, LocalUriProvider("backend", 1, 1))

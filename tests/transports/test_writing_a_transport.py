@@ -80,7 +80,7 @@ def test_its_entry_point_and_its_endpoint_are_accepted(written: Path, monkeypatc
     assert written_points == tomllib.loads((TEMPLATE / "pyproject.toml").read_text())["project"]["entry-points"]
     ((name, value),) = written_points[plugin.GROUP].items()
     monkeypatch.syspath_prepend(str(TEMPLATE))
-    monkeypatch.setattr(plugin, "names", lambda: {name: EntryPoint(name, value, plugin.GROUP)})
+    monkeypatch.setattr(plugin, "names", lambda *_: {name: EntryPoint(name, value, plugin.GROUP)})
     loaded = configs.loads(f'[streamer]\ndata_dir = "{written}"\n' + toml("endpoint"))
     (endpoint,) = loaded.endpoint
     made = plugin.create(endpoint.transport, endpoint.settings, transport.LocalUriProvider("vehicle1", 1, 1))
