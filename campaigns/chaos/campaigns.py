@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from campaigns.chaos import damage, machine
+from campaigns.chaos import damage, edge, machine
 from campaigns.chaos.ending import finish
 from campaigns.chaos.faults import FAULTS, heal
 from campaigns.chaos.ledger import Verdict
@@ -163,7 +163,7 @@ PLANS: Final[dict[str, Plan]] = {
 }
 
 
-NAMES: Final = (*PLANS, *damage.KINDS)
+NAMES: Final = (*PLANS, *damage.KINDS, edge.NAME)
 
 
 def is_apart(name: str) -> bool:
@@ -185,6 +185,8 @@ def run(name: str, seed: int, seconds: float, folder: Path) -> Verdict:
     """Run one campaign. Does not raise for failures of the world: they are in the verdict."""
     if name in damage.KINDS:
         return asyncio.run(damage.campaign(name, seed, seconds, folder))
+    if name == edge.NAME:
+        return edge.campaign(seed, seconds, folder)
     world = World(name, PLANS[name], folder, random.Random(f"{seed}/{name}"))
     began = time.monotonic()
 

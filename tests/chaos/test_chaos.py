@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -20,12 +22,13 @@ from hypothesis import strategies as st
 from paho.mqtt import client as paho
 from paho.mqtt.enums import CallbackAPIVersion
 
-from campaigns.chaos import campaigns, damage, wire
+from campaigns.chaos import campaigns, damage, edge, wire
 from campaigns.chaos.campaigns import PLANS
 from campaigns.chaos.ledger import Ledger, Verdict
 from campaigns.chaos.machine import DIE, NAMESPACE, IoFault, no_namespace, no_preload
 from campaigns.chaos.plan import DOWN, ROAD, USER, Places, Refusal, access_rules, cloud_config, vehicle_config
 from campaigns.chaos.processes import Broker
+from campaigns.chaos.web import EventReader, HeldReader, ItemBackend, ItemPublisher, PageReader, Seen
 from streamer.config import loads
 from tests.tiers import full
 from transports.mqtt5.mapping import FRESH_TTL, LATE_TTL, Mapping, Mode
@@ -420,12 +423,61 @@ def test_no_damage_of_the_log_is_silent(kind: str, tmp_path: Path) -> None:
     assert (verdict.unreported, verdict.problems) == (0, []), verdict.examples
 
 
+@dataclass
+class EdgeParties:
+    """Two items of each channel, which all readers have."""
+
+    plain: ItemPublisher
+    linked: ItemPublisher
+    events: EventReader
+    pages: PageReader
+    held: HeldReader
+
+
+Change = Callable[[EdgeParties, list[Seen]], object]
+EDGE_FAILURES: list[tuple[Change, dict[str, int]]] = [
+    (lambda at, records: None, {}),
+    (lambda at, records: at.plain.answered.append(3), {"lost": 1}),
+    (lambda at, records: at.plain.lost.append(at.plain.answered.pop()), {"wrong": 1}),
+    (lambda at, records: at.linked.lost.append(at.linked.answered.pop()), {"reported": 1}),
+    (lambda at, records: records[1].update(json=1), {"lost": 1, "doubled": 1, "wrong": 2}),
+    (lambda at, records: records[0].update(json=7), {"lost": 1, "wrong": 3, "reordered": 1}),
+    (lambda at, records: at.events.seen.pop(), {"lost": 1}),
+    (lambda at, records: at.pages.seen.append(at.pages.seen[-1]), {"doubled": 1}),
+    (lambda at, records: at.pages.seen.insert(0, at.pages.seen.pop()), {"reordered": 1}),
+    (lambda at, records: setattr(at.held, "last", 1), {"lost": 1}),
+]
+
+
+@pytest.mark.parametrize(("change", "counts"), EDGE_FAILURES)
+def test_the_judge_of_the_edge_counts_each_failure(change: Change, counts: dict[str, int]) -> None:
+    publishers = [ItemPublisher(0, ItemBackend(0), name, pause_s=0) for name in (edge.PLAIN, edge.LINKED)]
+    at = EdgeParties(
+        *publishers, EventReader("e", 0, [edge.ALL]), PageReader("p", 0, [edge.ALL]), HeldReader("h", 0, edge.PLAIN)
+    )
+    places = enumerate((topic, number) for topic in edge.TOPICS.values() for number in (1, 2))
+    records: list[Seen] = [{"topic": f"up:{topic}", "seq": seq, "json": number} for seq, (topic, number) in places]
+    for publisher in publishers:
+        publisher.answered = [1, 2]
+    at.events.seen, at.pages.seen = ([dict(one) for one in records] for _ in range(2))
+    at.held.last = 2
+    change(at, records)
+    judge = edge.EdgeJudge(Verdict())
+    for publisher in publishers:
+        judge.channel(publisher, records)
+    judge.events(at.events, records)
+    judge.events(at.pages, records)
+    judge.held(at.held, 2)
+    found = {name: getattr(judge.verdict, name) for name in ("lost", "doubled", "reordered", "wrong", "reported")}
+    assert {name: count for name, count in found.items() if count} == counts, judge.verdict
+
+
 @full
 @pytest.mark.skipif(bool(campaigns.no_mosquitto()), reason=campaigns.no_mosquitto())
 @pytest.mark.broker
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["kill-record", "refused", "following-mqtt", "following-publisher"])
+@pytest.mark.parametrize("name", ["kill-record", "refused", "following-mqtt", "following-publisher", "http-edge"])
 def test_a_short_campaign_loses_nothing(name: str, tmp_path: Path) -> None:
     command = [
         sys.executable,
