@@ -99,24 +99,26 @@ class StreamClient:
 
     async def _follow(self, feed: Feed) -> None:
         """Write the events of the feed, until it ends or has dropped what this client has not taken yet."""
-        positions, add = dict(self._reading.state.positions), self._output.add
-        number, is_level, id = feed.number_for(positions), False, position_text(self._reading.state)
+        own, add = self._reading.state, self._output.add
+        feed.admit(own)
+        state = ReaderState(dict(own.positions), idle=set(own.idle))
+        number, is_level, id = feed.number_for(state.positions), False, position_text(own)
         while number is not None:
             events = feed.from_number(number)
             if events is None:
                 break
-            number += len(events)
-            for event in events:
+            for at, event in enumerate(events, number):
                 if not is_level:
-                    if not event.is_new_at(positions):
+                    if not event.is_new_at(state.positions):
                         continue
-                    event.move(positions)
-                    is_level = is_behind(positions, event.position)
-                id = event.id if is_level else position_text(ReaderState(positions))
+                    event.move(state)
+                    is_level = at >= feed.exact_from and is_behind(state.positions, event.position)
+                id = event.id if is_level else position_text(state)
                 await add(id_line(id) + event.lines)
                 self._counts["gaps" if event.is_gap else "stream"] += 1
+            number += len(events)
             if feed.next_number == number and feed.newest_id != id:
-                is_level = is_level or is_behind(positions, feed.newest.positions)
+                is_level = is_level or is_behind(state.positions, feed.newest.positions)
                 if is_level:  # what it has read past had nothing for this client
                     id = feed.newest_id
                     await add(id_line(id) + b"\n")
@@ -125,7 +127,7 @@ class StreamClient:
                 break
             if feed.next_number == number:
                 await feed.moved()
-        self._reading.begin(position_of(id) if is_level else ReaderState(positions), PollRequest(earliest=True))
+        self._reading.begin(position_of(id) if is_level else state, PollRequest(earliest=True))
 
 
 def is_behind(one: Positions, other: Positions) -> bool:

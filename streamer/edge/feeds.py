@@ -70,12 +70,13 @@ class StreamEvent:
             return self.incarnation in positions
         return self.goes_back or self.seq > positions.get(self.incarnation, 0)
 
-    def move(self, positions: Positions) -> None:
-        """Move `positions` behind it."""
+    def move(self, state: ReaderState) -> None:
+        """Move `state` behind it."""
         if self.seq is None:
-            positions.pop(self.incarnation, None)
+            state.forget(self.incarnation)
         else:
-            positions[self.incarnation] = self.seq
+            state.positions[self.incarnation] = self.seq
+            state.idle.discard(self.incarnation)
 
 
 class HistoryReading:
@@ -140,6 +141,7 @@ class Feed:
         self._bytes = 0
         self._first = 0  # number of the first event that is kept
         self._before_first: Positions = {}  # the position before it
+        self.exact_from = 0  # the ids of earlier events call logs idle of which a client has read a record
         self._is_ready = asyncio.Event()
         self._moved = asyncio.Event()
         self.clients = 0
@@ -162,6 +164,14 @@ class Feed:
 
     def stop(self) -> None:
         self._task.cancel()
+
+    def admit(self, state: ReaderState) -> None:
+        """A client at `state` follows from here on. It may have read a record of a log that gave none to this feed: the
+        end of that log is a loss for it, so the ids that it gets must not call the log idle."""
+        if read := self.newest.idle & (state.positions.keys() - state.idle):
+            self.newest.idle -= read
+            self.newest_id = position_text(self.newest)
+            self.exact_from = self.next_number
 
     async def _run(self) -> None:
         try:
@@ -194,6 +204,7 @@ class Feed:
             return
         if self._history.sight_key(self._caller) != self._sight:
             raise UStatusError(UCode.ABORTED, "what its callers may read has changed")
+        before.idle &= self.newest.idle  # a client may have come meanwhile
         for event in self._reading.events(before, accepted):
             self._kept.append(event)
             self._bytes += event.size

@@ -300,6 +300,39 @@ async def test_retention_passed_is_a_gap_and_then_the_oldest_record(tmp_path: Pa
         await world.finish()
 
 
+async def test_a_restart_is_a_gap_for_who_has_read_the_volatile_log_though_its_feed_has_not(tmp_path: Path) -> None:
+    """The feed begins at the end: all that it knows of the volatile log is what it reads itself."""
+    world = World()
+    await world.start(tmp_path)
+    try:
+        await world.publish("durable")
+        await world.publish("volatile", log=1)
+        async with world.reader() as live, world.reader("topic=//vehicle/20/1/8001&since=earliest") as reader:
+            await live.until_id()
+            assert await reader.texts(2) == ["durable", "volatile"]
+            ids = [reader.last_id]
+            for text in ("more", "still more"):
+                await world.publish(text)
+                assert await reader.texts(1) == [text]
+                ids.append(reader.last_id)
+            never_read = live.last_id
+        await world.publish("lost", log=1)
+    finally:
+        await world.finish()
+    again = World()
+    await again.start(tmp_path)
+    try:
+        for id in ids:
+            async with again.reader(Last_Event_ID=id) as reader:
+                event = await reader.next()
+                assert event is not None
+                assert (event.name, event.json["reason"]) == ("gap", "log_ended")
+        async with again.reader(Last_Event_ID=never_read) as reader:
+            assert await reader.texts(2) == ["more", "still more"]
+    finally:
+        await again.finish()
+
+
 async def test_polls_and_streams_have_the_same_truth(world: World) -> None:
     await world.publish("1", "2", "3")
     status, page = await world.get("topic=//vehicle/20/1/8001&since=earliest&mode=poll&max=2")
