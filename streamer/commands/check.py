@@ -22,6 +22,7 @@ from streamer.commands import cursors, terminal
 from streamer.commands.options import LOG_NAME, AsJson, ConfigFile
 from streamer.config import Config, Location, line_of
 from streamer.edge import tokens
+from streamer.edge.edge import check_extra
 from streamer.egress import paused as pauses
 from streamer.recovery.source import SOURCES
 from transports import certificates
@@ -44,6 +45,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
 
     with terminal.errors(terminal.EXIT_CONFIG):
         loaded = configs.load(config)
+        check_extra(loaded)
     found = findings(loaded, config.read_text(encoding="utf-8-sig"))
     if wrong := [f"{config}:{one.line}: {one.what}" for one in found if one.fatal]:
         raise UStatusError(UCode.FAILED_PRECONDITION, "\n".join(wrong))
@@ -192,6 +194,7 @@ def findings(config: Config, text: str) -> list[Finding]:
             what = f"everybody on this machine can read it: chmod o-r {path}"
             found.append(Finding(line_of(text, location), f"{where}: {what}", fatal=False))
     found += _mistakes_of_tokens(config, text, unusable)
+    found += _mistakes_of_keys(config, text, unusable)
     for location, file in _certificate_files(config):
         if not {file.path, file.key} & unusable and (what := certificates.mistake(file, time.time())):
             found.append(Finding(line_of(text, location), f"{'.'.join(map(str, location))}: {file.path} {what}"))
@@ -205,6 +208,19 @@ def _mistakes_of_tokens(config: Config, text: str, unusable: set[Path]) -> Itera
         tokens.read_file(config.http.tokens_file)
     except UStatusError as error:
         yield Finding(line_of(text, ("http", "tokens_file")), error.message)
+
+
+def _mistakes_of_keys(config: Config, text: str, unusable: set[Path]) -> Iterator[Finding]:
+    for name in ("publish_key_file", "sig_key_file"):
+        path = getattr(config.grip, name)
+        if path is None or path in unusable:
+            continue
+        from streamer.grip.signatures import read_key  # imports jwt, of the extra `http`
+
+        try:
+            read_key(path)
+        except UStatusError as error:
+            yield Finding(line_of(text, ("grip", name)), f"grip.{name}: {error.message}")
 
 
 def _certificate_files(config: Config) -> Iterator[tuple[Location, CertificateFile]]:

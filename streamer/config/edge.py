@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
@@ -24,6 +25,18 @@ def _origin(text: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.netloc or text != f"{parts.scheme}://{parts.netloc}":
         raise ValueError(f"expected an origin such as https://app.example.com, got {text!r}")
     return text.lower()
+
+
+def _host(text: str) -> str:
+    if not re.fullmatch(r"[\w.:\[\]-]+", text):
+        raise ValueError(f"expected a host such as app.example.com, or with its port, got {text!r}")
+    return text
+
+
+def _channel(text: str) -> str:
+    if re.search(r"[,;\x00-\x1f\x7f]", text) or text != text.strip():
+        raise ValueError(f"expected a name that the header Grip-Channel can give: without , and ;, got {text!r}")
+    return text
 
 
 def _link(text: str) -> str:
@@ -61,6 +74,8 @@ def client_entity(text: str) -> UUri:
     return entity
 
 
+HostName = Annotated[str, AfterValidator(_host)]
+ChannelName = Annotated[str, AfterValidator(_channel)]
 WebOrigin = Annotated[str, AfterValidator(_origin)]
 Backend = Annotated[str, AfterValidator(_backend)]
 LinkUrl = Annotated[str, AfterValidator(_link)]
@@ -89,7 +104,7 @@ class HttpSection(Section):
     unprotected: bool = False
     """lets `listen` be reached from other machines without certificate or tokens: behind a proxy that checks who
     asks"""
-    hosts: list[str] = Field(default=[])
+    hosts: list[HostName] = Field(default=[])
     """names under which clients may reach the edge without `tokens_file`, in addition to `listen` and loopback; a
     request for any other host is refused (DNS rebinding)"""
     origins: list[WebOrigin] = Field(default=[])
@@ -137,8 +152,8 @@ class GripSection(Section):
 class ChannelSection(Section):
     """A GRIP channel and its topic: its items are published there, and recorded."""
 
-    name: str = Field(min_length=1, max_length=256)
-    """of the channel"""
+    name: ChannelName = Field(min_length=1, max_length=256)
+    """of the channel; without `,` and `;`, which end a name in `Grip-Channel`"""
     topic: OneTopic
     """one topic of an authority of ours, such as `//cloud/8001/1/8001`"""
     link: LinkUrl | None = None

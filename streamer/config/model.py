@@ -281,6 +281,11 @@ def _mistakes_of_http(config: Config) -> Iterator[tuple[str, Location]]:
     http, grip = config.http, config.grip
     if (http.cert_file is None) != (http.key_file is None):
         yield "cert_file and key_file go together", ("http",)
+    ports = {"streamer.admin": config.streamer.admin, "http.listen": http.listen, "grip.publish": grip.publish}
+    taken = dict[str, str]()
+    for name, address in ports.items():
+        if address is not None and not address.endswith(":0") and (other := taken.setdefault(address, name)) != name:
+            yield f"{name}: {other} has the address {address}, too: each has its own", tuple(name.split("."))
     if http.listen is None and http.model_fields_set:
         yield "[http] says how clients are served at http.listen, which is not set", ("http",)
     is_guarded = None not in (http.cert_file, http.tokens_file)

@@ -31,7 +31,7 @@ class _KeyFile:
     """A key in a file, which is read at once: this blocks for a moment. Raises FAILED_PRECONDITION if it can't be."""
 
     def __init__(self, path: Path) -> None:
-        self._files = KeptFiles([path], lambda: _read(path))
+        self._files = KeptFiles([path], lambda: read_key(path))
         self._files.current()
 
     async def get(self) -> bytes:
@@ -74,7 +74,8 @@ class Signer(_KeyFile):
         return made
 
 
-def _read(path: Path) -> bytes:
+def read_key(path: Path) -> bytes:
+    """Raises FAILED_PRECONDITION if the file has no key."""
     try:
         text = path.read_bytes().removeprefix(codecs.BOM_UTF8).strip()
         key = base64.b64decode(text[7:], validate=True) if text.startswith(b"base64:") else text

@@ -20,8 +20,9 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 class Chromium:
     """One browser with one page."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._numbers = folder, itertools.count(1)
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        """`arguments`: of the program, in addition."""
+        self._folder, self._arguments, self._numbers = folder, arguments, itertools.count(1)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     async def __aenter__(self) -> Self:
@@ -30,7 +31,8 @@ class Chromium:
             pytest.skip("no Chromium is installed (Debian: apt-get install chromium)")
         self._process = await asyncio.create_subprocess_exec(
             *(program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
-            *("--remote-debugging-port=0", f"--user-data-dir={self._folder}", "--window-size=900,860", "about:blank"),
+            *("--remote-debugging-port=0", f"--user-data-dir={self._folder}", "--window-size=900,860"),
+            *(*self._arguments, "about:blank"),
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
         )

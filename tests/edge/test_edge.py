@@ -171,6 +171,47 @@ def test_check_names_a_certificate_of_the_edge_that_cant_be_used(tmp_path: Path)
     assert found.line == 7
 
 
+CHANNEL = '[[channel]]\nname = "{}"\ntopic = "//vehicle1/8001/1/{}"\n'
+
+
+@pytest.mark.parametrize(
+    ("sections", "line", "expected"),
+    [
+        ('[http]\nlisten = "0.0.0.0:1"\n', 6, "can be reached from other machines: give cert_file, key_file and"),
+        ('[http]\nlisten = "127.0.0.1:1"\ncert_file = "c"\n', 5, "cert_file and key_file go together"),
+        ('[http]\nlisten = "127.0.0.1:1"\ntoken_file = "t"\n', 7, "did you mean 'tokens_file'?"),
+        ('[http]\nlisten = "127.0.0.1:1"\nhosts = ["http://a"]\n', 7, "expected a host such as app.example.com"),
+        ('[http]\nlisten = "127.0.0.1:1"\norigins = ["a.example"]\n', 7, "expected an origin such as https://"),
+        ('[http]\nlisten = "127.0.0.1:1"\n[grip]\npublish = "127.0.0.1:1"\n', 8, "http.listen has the address"),
+        ('[grip]\npublish = "0.0.0.0:1"\n', 6, "can be reached from other machines: give publish_key_file"),
+        (CHANNEL.format("x", 8001), 6, "items of channel 'x' come in at grip.publish, which is not set"),
+        (CHANNEL.format("x, y", 8001), 6, "expected a name that the header Grip-Channel can give: without , and ;"),
+        (CHANNEL.format("x", "FFFF"), 7, "expected one topic such as //cloud/8001/1/8001"),
+        ('[[proxy]]\nprefix = "/"\nbackend = "http://a"\n', 5, "come in at http.listen, which is not set"),
+        ('[[proxy]]\nprefix = "x"\nbackend = "http://a"\n', 6, "expected the beginning of a path such as /app"),
+        ('[[proxy]]\nprefix = "/"\nbackend = "a:80"\n', 7, "expected an address such as http://127.0.0.1:8000"),
+    ],
+)
+def test_a_wrong_section_is_refused_with_its_line(sections: str, line: int, expected: str) -> None:
+    toml = '[[endpoint]]\nname = "vehicle"\ntransport = "local"\nauthorities = ["vehicle1"]\n' + sections
+    with pytest.raises(UStatusError) as raised:
+        loads(toml, "x.toml")
+    assert f"x.toml:{line}: " in raised.value.message
+    assert expected in raised.value.message
+
+
+@pytest.mark.parametrize("name", ["publish_key_file", "sig_key_file"])
+def test_check_reads_the_keys(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "key"
+    file.write_text("short")
+    file.chmod(0o600)
+    toml = '[[endpoint]]\nname = "vehicle"\ntransport = "local"\nauthorities = ["vehicle1"]\n'
+    toml += f'[grip]\npublish = "127.0.0.1:0"\n{name} = "{file}"\n'
+    (found,) = findings(loads(toml), toml)
+    assert (found.line, found.fatal) == (7, True)
+    assert found.what.startswith(f"grip.{name}: the key file {file} can't be used: expected 32 bytes or more")
+
+
 def test_check_names_the_mistakes_of_the_file_of_tokens(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text("//cloud/8001/1/0\n")
