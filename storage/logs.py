@@ -59,6 +59,10 @@ WHOM: Final = (
     "service",
     "culprit",
     "topic_filter",
+    "setting",
+    "backend",
+    "channel",
+    "url",
 )
 REASON: Final = ("reason", "error", "why", "what", "detail", "kind", "code", "state", "now")
 """Fields with a reason or a state. If one of them differs from that of the last line of its kind, the line is written.

@@ -185,6 +185,13 @@ def test_the_first_of_a_kind_is_written_at_once_and_the_others_are_counted_after
     assert desk.reported == 104
 
 
+def test_two_backends_and_two_ports_are_kinds_of_their_own(desk: Desk) -> None:
+    for port in (8001, 8002):
+        desk.log("listens", setting=f"of {port}", port=port)
+        desk.log("no answer", backend=f"http://127.0.0.1:{port}", why=f"no connection to port {port}")
+    assert len(desk.lines) == 4
+
+
 def test_debug_is_for_who_wants_it_all(desk: Desk) -> None:
     for _ in range(10):
         desk.log("detail", "debug")
