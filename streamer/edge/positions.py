@@ -29,6 +29,8 @@ TEXT_MAX: Final = 2_048
 _IDLE, _HAS_DIGEST = 1, 2
 _HEAD: Final = INCARNATION_BYTES + 9
 
+MS_MIN: Final = 31_536_000_000  # the end of 1970: no message is so old, and seconds are less until the year 2969
+
 EXPECTED: Final = (
     "expected earliest, latest, the id of an event, a time (2026-01-31T12:00:00Z, or Unix milliseconds), or the id of "
     "a message"
@@ -101,9 +103,12 @@ class StreamStart:
         start = PollRequest()
         try:
             if re.fullmatch(r"[0-9]{1,15}", text):
+                if 0 < int(text) < MS_MIN:
+                    raise invalid(f"expected Unix milliseconds, got {text}, which is in 1970: are these seconds?")
                 start.after_time.FromMilliseconds(int(text))
             else:
-                moment = datetime.fromisoformat(text)
+                # a zone's + means a space in a URL
+                moment = datetime.fromisoformat(text.replace(" ", "+") if "T" in text else text)
                 start.after_time.FromDatetime((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC))
         except (ValueError, OverflowError):
             raise invalid(f"{EXPECTED}, got {text[:80]!r}") from None

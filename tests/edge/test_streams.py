@@ -374,6 +374,30 @@ async def test_a_wrong_request_says_what_was_expected(world: World, query: str, 
     assert expected in text
 
 
+@pytest.mark.parametrize(
+    ("since", "expected"),
+    [
+        ("1970-01-01T00:00:00Z", 2),
+        ("1970-01-01", 2),
+        ("2100-01-01T01:00:00+01:00", 0),  # in a URL, + is a space
+        ("2100-01-01T01:00:00%2B01:00", 0),
+        ("2100-01-01 00:00:00", 0),
+        ("0", 2),
+        ("4102444800000", 0),
+        ("4102444800", "got 4102444800, which is in 1970: are these seconds?"),
+        ("2100-13-01", "expected earliest, latest, the id of an event, a time"),
+    ],
+)
+async def test_since_a_time(world: World, since: str, expected: int | str) -> None:
+    await world.publish("1", "2")
+    status, page = await world.get(f"topic=//vehicle/20/1/8001&mode=poll&since={since}")
+    if isinstance(expected, str):
+        assert status == 400
+        assert expected in page
+    else:
+        assert (status, len(page["events"])) == (200, expected)
+
+
 async def test_who_may_read_nothing_is_refused(world: World) -> None:
     class Nothing(Sights):
         def of(self, caller: UUri) -> Sight:
