@@ -8,9 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Final
 
+import structlog
+
 from streamer.operating.states import Sample, each
 
 KINDS: Final = ("stream", "poll", "held_stream", "held_response")  # of clients
+
+log = structlog.get_logger()
 
 
 class Places:
@@ -38,6 +42,11 @@ class Places:
     def are_full_for(self, client: str) -> bool:
         """One more of this uEntity has to come back later."""
         return self.are_full or (self._each_max is not None and self._of_each[client] >= self._each_max)
+
+    def turned_away(self, reason: str, why: str) -> None:
+        """A client was told to come back later."""
+        self.refused[reason] += 1
+        log.warning("clients of the HTTP edge are told to come back later", why=why)
 
     @contextlib.contextmanager
     def taken(self, kind: str, is_allowed: Callable[[], bool] = lambda: True, client: str = "") -> Iterator[None]:

@@ -89,15 +89,16 @@ class HttpStreams:
                 return await self._page(caller, query)
             return await self._stream(request, caller, query)
         except UStatusError as error:
-            if error.code in AGAIN and not is_poll:
-                return await self._come_back(request)
+            if error.code in AGAIN:
+                self._places.turned_away("overload", error.message)
+                if not is_poll:
+                    return await self._come_back(request)
             status = _CODES.get(error.code, 500)
             headers = {"Retry-After": str(RETRY_MS // 1000)} if error.code in AGAIN else None
             return web.Response(status=status, text=f"{error.message}\n", headers=headers)
 
     async def _come_back(self, request: web.Request) -> web.StreamResponse:
         """Answer 200 with the time after which an EventSource connects again, and close."""
-        self._places.refused["overload"] += 1
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         response.force_close()
         await response.prepare(request)
@@ -133,8 +134,11 @@ class HttpStreams:
     def _require_place(self, caller: UUri) -> str:
         """Returns the name of the client. Raises RESOURCE_EXHAUSTED."""
         name = uris.format(caller)
+        if self._places.are_full:
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, "too many clients (http.clients_max): come back later")
         if self._places.are_full_for(name):
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, "too many clients: come back later")
+            what = f"too many streams of {name} (http.client_streams_max): come back later"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
         return name
 
     async def _stream(self, request: web.Request, caller: UUri, query: Query) -> web.StreamResponse:

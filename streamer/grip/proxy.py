@@ -51,12 +51,14 @@ log = structlog.get_logger()
 class HeldClients(Protocol):
     """The clients of the edge that hold a connection, and what it counts of them."""
 
-    refused: Counter[str]  # by reason
     events: Counter[str]  # by kind of client
 
     @property
     def are_full(self) -> bool:
         """One more has to come back later."""
+
+    def turned_away(self, reason: str, why: str) -> None:
+        """A client was told to come back later."""
 
     def taken(self, kind: str) -> AbstractContextManager[None]:
         """The current task serves a client of this kind."""
@@ -101,6 +103,10 @@ class Proxy:
             return web.Response(status=404, text=f"unknown path; known: /stream, and what begins with {prefixes}\n")
         if _DOTS.search(path):  # the backend would see another path than the prefix allows
             return web.Response(status=400, text="expected a path without . and .. in it\n")
+        if _is_websocket(request.headers):
+            self._answers["websocket"] += 1
+            text = "expected a plain request, got a WebSocket handshake, which the edge does not pass on\n"
+            return web.Response(status=501, text=text)
         sent = self._links.tick()
         return await self._answer(request, section, await self._forward(request, section), sent)
 
@@ -166,7 +172,7 @@ class Proxy:
         try:
             said = self._instruction(request, section, backend)
             if said is not None and self._clients.are_full:
-                self._clients.refused["clients"] += 1
+                self._clients.turned_away("clients", "too many requests are held (http.clients_max)")
                 return web.Response(status=503, text="too many requests are held\n", headers={"Retry-After": "5"})
             if said is not None and said.hold == "response":
                 return await self._hold_request(request, section, backend, said, sent)
@@ -310,6 +316,11 @@ class Proxy:
         await self._links.close()
         if self._session is not None:
             await self._session.close()
+
+
+def _is_websocket(headers: CIMultiDictProxy[str]) -> bool:
+    connection = ",".join(headers.getall("Connection", ())).lower()
+    return "upgrade" in connection and headers.get("Upgrade", "").lower() == "websocket"
 
 
 def _passed(headers: CIMultiDictProxy[str], *others: str) -> CIMultiDict[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import structlog
 from aiohttp import web
 
 from history.epochs.groups import Group
@@ -539,7 +540,13 @@ async def test_one_client_leaves_places_for_others(world: World) -> None:
     world.places._each_max = 1
     async with world.reader() as first:
         await first.until_id()
-        assert (await world.get("topic=//vehicle/20/1/8001&mode=poll"))[0] == 429
+        with structlog.testing.capture_logs() as logs:
+            status, text = await world.get("topic=//vehicle/20/1/8001&mode=poll")
+        assert status == 429
+        assert text == "too many streams of up://phone/8000/1/0 (http.client_streams_max): come back later\n"
+        assert logs[0]["event"] == "clients of the HTTP edge are told to come back later"
+        assert logs[0]["why"] in text
+        assert world.places.refused["overload"] == 1
 
         async def of(request: web.Request) -> UUri:
             return uris.uri("tablet", 0x8000, 1)

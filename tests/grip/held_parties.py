@@ -71,6 +71,9 @@ class MemoryClients:
     def are_full(self) -> bool:
         return self.count.total() >= self._clients_max
 
+    def turned_away(self, reason: str, why: str) -> None:
+        self.refused[reason] += 1
+
     @contextlib.contextmanager
     def taken(self, kind: str) -> Iterator[None]:
         self.count[kind] += 1

@@ -287,6 +287,16 @@ async def test_too_many_held_requests(start: Start) -> None:
     assert edge.clients.refused["clients"] == 1
 
 
+async def test_a_websocket_handshake_is_refused(start: Start) -> None:
+    async def backend(_: web.Request) -> web.Response:
+        return web.Response(text="no\n")
+
+    edge = await start(backend)
+    curl = await edge.curl("/", "Connection: Upgrade", "Upgrade: WebSocket")
+    await curl.until("which the edge does not pass on\n")
+    assert curl.head.startswith("HTTP/1.1 501 ")
+
+
 # Grip-Hold: response
 
 
