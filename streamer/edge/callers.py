@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from ipaddress import ip_address
@@ -27,6 +28,7 @@ from uprotocol.v1.uri_pb2 import UUri
 COOKIE: Final = "up_token"
 CLIENT: Final = 0x8000  # the uEntity of clients where nothing else is configured
 LOOK_S: Final = 1.0  # between looks at the file of tokens
+PAGE_HEADERS: Final = ("Authorization", "Cache-Control", "Last-Event-ID")
 PREFLIGHT_S: Final = 600  # for so long a browser need not ask again whether it may
 
 
@@ -94,7 +96,7 @@ class Callers:
         host = host_of(request)
         if self._section.tokens_file is None and not is_known_host(host, self._hosts):
             self._refused["host"] += 1
-            raise web.HTTPForbidden(text="expected a Host that is named in http.hosts\n")
+            raise web.HTTPForbidden(text=f"expected a Host that is named in http.hosts, got {host[:80]!r}\n")
 
     def cors(self, request: web.Request) -> dict[str, str]:
         """Returns the headers that let the page that asks read the answer."""
@@ -111,9 +113,11 @@ class Callers:
     def preflight(self, request: web.Request) -> web.Response:
         """Answers OPTIONS: what a page may send. Raises 403 for pages of other origins."""
         self._check_origin(request)
+        # libraries add headers of their own; those that we don't know change nothing
+        wanted = re.findall(r"[\w-]+", request.headers.get("Access-Control-Request-Headers", ""), re.ASCII)
         headers = {
             "Access-Control-Allow-Methods": "GET",
-            "Access-Control-Allow-Headers": "Authorization, Cache-Control, Last-Event-ID",
+            "Access-Control-Allow-Headers": ", ".join(wanted or PAGE_HEADERS),
             "Access-Control-Max-Age": str(PREFLIGHT_S),
         }
         return web.Response(status=204, headers={"Allow": "GET, OPTIONS", **headers})
@@ -136,7 +140,8 @@ class Callers:
         is_foreign = request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
         if len(origins) > 1 or any(not self._may_read(request, one) for one in origins) or (is_foreign and not origins):
             self._refused["origin"] += 1
-            raise web.HTTPForbidden(text="expected a page of an origin that is listed in http.origins\n")
+            got = f"got {', '.join(origins)[:80]!r}" if origins else "got a request of another site without Origin"
+            raise web.HTTPForbidden(text=f"expected a page of an origin that is listed in http.origins, {got}\n")
 
     # Tokens
 

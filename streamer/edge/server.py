@@ -256,7 +256,11 @@ class PublishServer:
         """Without a key, whoever is on this machine may publish; pages in its browser may not."""
         if not is_known_host(host_of(request), self._hosts) or "Origin" in request.headers:
             self._places.refused["origin"] += 1
-            raise web.HTTPForbidden(text="expected a publisher, got a page of a browser\n")
+            text = (
+                "expected a publisher on this machine, got a page of a browser, or a Host that is not grip.publish or "
+                f"loopback ({host_of(request)[:80]!r}): others need grip.publish_key_file\n"
+            )
+            raise web.HTTPForbidden(text=text)
 
     def samples(self) -> Iterator[Sample]:
         yield "edge_connections", ("publish",), self._server.connections

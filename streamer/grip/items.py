@@ -119,7 +119,8 @@ def _item(item: Mapping[str, Any], bytes_max: int) -> Item:
     assert formats is not None
     stream, response = formats.get("http-stream"), formats.get("http-response")
     if stream is None and response is None:
-        raise invalid("expected a format http-stream or http-response, got neither")
+        others = f", but {', '.join(formats)[:80]!r}" if formats and formats is not item else ""
+        raise invalid(f"expected a format http-stream or http-response, got neither{others}")
     return Item(
         channel,
         _text(item, "id", ID_BYTES_MAX),
@@ -164,7 +165,7 @@ def _headers(found: object) -> tuple[tuple[str, str], ...]:
             raise invalid(f"expected a header as a name and a value, got {_shown(pair)}")
         name, value = pair
         if not HEADER_NAME.fullmatch(name) or NO_TEXT.search(value):
-            raise invalid(f"expected a header name and a value of one line, got {_shown(pair)}")
+            raise invalid(f"expected a header name and a value of one line, got {_shown(f'{name}: {value}')}")
         if len(name) + len(value.encode()) > RESPONSE_HEADER_BYTES_MAX:
             raise invalid(f"expected {RESPONSE_HEADER_BYTES_MAX} bytes of a header at most, got more in {_shown(name)}")
         headers.append((name, value.strip()))

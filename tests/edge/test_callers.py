@@ -317,6 +317,25 @@ async def test_pages_ask_if_they_are_ours_or_listed(
                 callers.preflight(request)
 
 
+async def test_a_page_may_send_the_headers_that_its_libraries_add() -> None:
+    callers = await opened(origins=["https://app.example.com"])
+    headers = {"Origin": "https://app.example.com", "Access-Control-Request-Headers": "authorization,x-requested-with"}
+    assert (
+        callers.preflight(asked(headers)).headers["Access-Control-Allow-Headers"] == "authorization, x-requested-with"
+    )
+
+
+async def test_a_refusal_says_what_came() -> None:
+    refused = await refusal(await opened(), asked({"Origin": "https://other.example"}))
+    assert refused is not None
+    assert refused.text == (
+        "expected a page of an origin that is listed in http.origins, got 'https://other.example'\n"
+    )
+    refused = await refusal(await opened(), asked({}, host="other.example:80"))
+    assert refused is not None
+    assert refused.text == "expected a Host that is named in http.hosts, got 'other.example:80'\n"
+
+
 @pytest.mark.parametrize(
     ("site", "is_allowed"), [("same-origin", True), ("none", True), ("cross-site", False), ("same-site", False)]
 )

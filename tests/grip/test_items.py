@@ -90,6 +90,7 @@ STREAM = {"http-stream": {"content": "x"}}
         ({"channel": "a"}, "items[0]: expected a format http-stream or http-response, got neither"),
         ({"channel": "a", "formats": []}, "items[0]: formats: expected an object, got a list"),
         ({"channel": "a", "formats": {}, **STREAM}, "expected a format http-stream or http-response, got neither"),
+        ({"channel": "a", "formats": {"ws-message": {"content": "x"}}}, "got neither, but 'ws-message'"),
         ({"channel": "a\nb", **STREAM}, "items[0]: channel: expected a text of one line, got 'a\\nb'"),
         ({"channel": "a", "id": "\r\nX: 1", **STREAM}, "items[0]: id: expected a text of one line"),
         ({"channel": "a", "id": "\ud800", **STREAM}, "items[0]: id: expected a text of one line"),
@@ -110,7 +111,7 @@ STREAM = {"http-stream": {"content": "x"}}
         ({"channel": "a", "http-response": {"reason": "a\rb", "body": ""}}, "reason: expected a text of one line"),
         ({"channel": "a", "http-response": {"headers": 1, "body": ""}}, "expected headers as an object or as a list"),
         ({"channel": "a", "http-response": {"headers": ["ab"], "body": ""}}, "expected a header as a name and a value"),
-        ({"channel": "a", "http-response": {"headers": {"a b": "c"}, "body": ""}}, "expected a header name"),
+        ({"channel": "a", "http-response": {"headers": {"a b": "c"}, "body": ""}}, "a value of one line, got 'a b: c'"),
         ({"channel": "a", "http-response": {"headers": {"a": "b\r\nc: d"}, "body": ""}}, "a value of one line"),
         ({"channel": "a", "http-response": {"headers": {"a": "b" * 9_000}, "body": ""}}, "bytes of a header at most"),
         (
