@@ -42,7 +42,7 @@ def _restart_that_records() -> Patches:
 
 def _renamed_endpoint() -> Patches:
     from streamer.egress.claims import Claims
-    from streamer.egress.pump import CURSOR_PREFIX
+    from streamer.egress.holds import CURSOR_PREFIX
 
     def load(self: Claims) -> None:
         known = {pump.owned.name for pump in self._pumps}

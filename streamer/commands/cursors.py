@@ -28,8 +28,8 @@ from streamer.commands import terminal
 from streamer.commands.options import AsJson, DataDir
 from streamer.egress import claims
 from streamer.egress.claims import Listed
-from streamer.egress.holds import HELD_PREFIX, HOLDER, PARKED_PREFIX
-from streamer.egress.pump import BEGAN_PREFIX, CURSOR_PREFIX
+from streamer.egress.holds import CURSOR_PREFIX, HELD_PREFIX, HOLDER, PARKED_PREFIX
+from streamer.egress.pump import BEGAN_PREFIX
 from streamer.operating import control
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid

@@ -19,8 +19,8 @@ import structlog
 
 from history.file.load import Cursor
 from history.log.log import Log
-from streamer.egress.holds import HELD_PREFIX, OWED_PREFIX, PARKED_PREFIX
-from streamer.egress.pump import BEGAN_PREFIX, CURSOR_PREFIX, Pump
+from streamer.egress.holds import CURSOR_PREFIX, HELD_PREFIX, OWED_PREFIX, PARKED_PREFIX
+from streamer.egress.pump import BEGAN_PREFIX, Pump
 from streamer.following.handover import FOLLOWED_PREFIX
 from streamer.operating.states import Condition, Sample
 from streamer.walk.endpoint import Endpoint

@@ -41,6 +41,7 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 
 PARKED_PREFIX: Final = "parked:"
 HELD_PREFIX: Final = "held:"
+CURSOR_PREFIX: Final = "egress:"  # of the cursor of a peer's pump
 HOLDER: Final = "egress"  # of all cursors of an endpoint that is owed every record
 OWED_PREFIX: Final = "owed:"
 # topics of one peer; each has a row in the log's file. With more, the peer waits, and nothing is lost
@@ -387,7 +388,7 @@ class AddressHolds(dict[str, AddressHold]):
         hold = AddressHold("=" + address, after, kind, _why(status), status.code, now, authority, was_heard=was_heard)
         self._add(hold)
         self._log_hold(hold)
-        if kind == "unheard" and len(self._young) < YOUNG_MAX:
+        if kind == "unheard" and len(self._young) < YOUNG_MAX and not self._is_behind_cursor(hold):
             self._young[hold.unit] = hold
             heapq.heappush(self._due, (now + YOUNG_S, next(self._count), hold))
         else:
@@ -483,8 +484,14 @@ class AddressHolds(dict[str, AddressHold]):
         if seq <= hold.after:
             hold.after = seq - 1
             self.forget_head(hold)
-            if hold.has_row:
+            if hold.has_row or self._is_behind_cursor(hold):
                 self._save(hold)
+
+    def _is_behind_cursor(self, hold: AddressHold) -> bool:
+        """Returns whether the pump's cursor has passed the position of a hold, as for a topic that was held before.
+        The cursor can't wait for it then, and only a row keeps what waits over a restart."""
+        cursor = self._log.cursors.seq(CURSOR_PREFIX + self._peer)
+        return cursor is not None and hold.after < cursor
 
     def forget_head(self, hold: AddressHold) -> None:
         if hold.head is not None:

@@ -27,7 +27,7 @@ from history.log.log import Log, RetentionLoss
 from history.records.chunk import Chunk
 from streamer.egress.catch_up import Aside, CatchUp, Reading, loop_time
 from streamer.egress.holding import PASSED_LETTERS_MAX, Holding
-from streamer.egress.holds import HELD_HOURS, HOLDER, AddressHolds, OwedTopics, TopicHolds
+from streamer.egress.holds import CURSOR_PREFIX, HELD_HOURS, HOLDER, AddressHolds, OwedTopics, TopicHolds
 from streamer.egress.paused import Pause, Paused
 from streamer.egress.plans import SKIP, Plans, items_of
 from streamer.egress.sender import LAND_S, Landed, OrderKey, QueuedRecord, Sender, key_of
@@ -52,7 +52,6 @@ WINDOW_BYTES_MAX: Final = 16 << 20  # of payload, read ahead: 2,000 large messag
 BATCH_MESSAGES_MAX: Final = 512  # per send_batch: with more, the cost per message does not fall further
 # after a failure of a connected network: it may concern one stream only, and others should not wait long
 CONNECTED_WAIT_MS_MAX: Final = 500
-CURSOR_PREFIX: Final = "egress:"
 # prefix of the cursor at which a peer began that was new while records waited for one that is not configured
 BEGAN_PREFIX: Final = "began:"
 AT_ONCE: Final = 0.0  # loop time of a step that need not wait

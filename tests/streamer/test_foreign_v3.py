@@ -190,3 +190,32 @@ async def test_with_too_many_parked_topics_the_peer_waits_and_loses_nothing(
     assert sorted(heard.texts) == sorted(map(str, range(10)))
     await world.until(lambda: parked(world) == 0)
     await service.stop()
+
+
+async def test_a_topic_that_was_undecided_and_then_unheard_waits_over_a_restart_at_once(
+    make_world: MakeWorld, publish: Publish
+) -> None:
+    """Its records are behind the cursor of the pump, so the cursor can't keep them."""
+    world = await make_world(FOREIGN, start=False)
+    service = ForeignV3(await world.node("cloud", "cloud", 0))
+    service.subscribers = {uris.key(SPEED): [CLOUD_APP], uris.key(DOOR): [CLOUD_APP]}
+    await service.start()
+    await world.start()
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
+    speed = await world.hear(cloud, SPEED)
+    await vehicle.send(publish(SPEED, "known"))
+    await speed.expect(1)
+    service.answering.clear()
+    await vehicle.send(publish(DOOR, "door"))
+    await world.until(lambda: parked(world) == 1)
+    await vehicle.send(publish(SPEED, "later"))
+    await speed.expect(2)
+    (pump,) = [pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable]
+    await world.until(lambda: pump.cursor == 3)
+    service.answering.set()
+    await world.until(lambda: pump.address_holds and not pump.topic_holds)
+    await world.restart()
+    door = await world.hear(cloud, DOOR)
+    await door.expect(1)
+    assert door.texts == ["door"]
+    await service.stop()

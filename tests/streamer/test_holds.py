@@ -512,6 +512,7 @@ async def _table(steps: list[tuple[int, str, int, bool]], most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(holds, "ADDRESSES_MAX", most)
         log, now = await Log.open(None, name="test"), [100.0]
+        log.cursors.set("egress:cloud", 500)
         table = AddressHolds(log, "cloud", lambda: now[0], 3_600, 3_600)
         lowest: dict[tuple[str, str], int] = {}
         for number, authority, seq, is_unheard in steps:
@@ -521,6 +522,7 @@ async def _table(steps: list[tuple[int, str, int, bool]], most: int) -> None:
             assert table.hold(name, authority, known, item(seq), REFUSED, kind) is not None
             lowest[name, authority] = min(seq, lowest.get((name, authority), seq))
             assert len(table) <= most
+            assert all(hold.has_row or hold.after >= 500 for hold in table.values())
             now[0] += 0.3
             for hold in list(table.take_due(100)):
                 table.not_tried(hold)
