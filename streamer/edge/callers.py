@@ -36,8 +36,9 @@ PREFLIGHT_S: Final = 600  # for so long a browser need not ask again whether it 
 
 
 def name_of_host(host: str) -> str:
-    """Returns the name in HOST or HOST:PORT, without brackets."""
-    name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+    """Returns the name in HOST or HOST:PORT, without brackets; a bracket that is not closed is a part of it."""
+    is_address = host.startswith("[") and "]" in host
+    name = host.partition("]")[0].removeprefix("[") if is_address else host.partition(":")[0]
     return name.lower().removesuffix(".")
 
 

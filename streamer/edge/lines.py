@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import ssl
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
@@ -26,6 +28,7 @@ from transports.certificates import KeptFiles, load_pair
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
+LOG_S: Final = 60.0  # between two log lines of one kind; counters count all
 BACKLOG: Final = 512  # connections that the system accepts for us: a restart brings all clients back at once
 SERVER: Final = "up-streamer"
 HEAD_END: Final = b"\r\n\r\n"
@@ -366,6 +369,24 @@ async def latest_tls(section: str, certificate: Path | None, key: Path | None) -
         return context
 
     return await latest([certificate, key], make)
+
+
+# Log
+
+
+class SeldomLog:
+    """Says when a kind of log line is due: clients must not be able to fill the log."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._said = now, dict[Hashable, float]()
+
+    def is_due(self, kind: Hashable) -> bool:
+        """`kind`: of a bounded set, so nothing that a client chooses."""
+        now = self._now()
+        if now < self._said.get(kind, -math.inf) + LOG_S:
+            return False
+        self._said[kind] = now
+        return True
 
 
 # Headers

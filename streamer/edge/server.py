@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import resource
 import ssl
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -20,7 +21,7 @@ from aiohttp import web
 
 from streamer.config.edge import GripSection, HttpSection
 from streamer.edge.callers import Callers, host_of, is_known_host
-from streamer.edge.lines import SERVER, Latest, Limits, Line, Lines, Listener, latest_tls
+from streamer.edge.lines import SERVER, Latest, Limits, Line, Lines, Listener, SeldomLog, latest_tls
 from streamer.edge.places import Places
 from streamer.operating.states import Sample
 from uprotocol.status import UStatusError
@@ -34,7 +35,8 @@ IDLE_S: Final = 15  # between two requests of a connection
 BODY_S: Final = 30.0
 BODY_BYTES_MAX: Final = 1 << 20  # of requests to backends
 PUBLISH_BYTES_MAX: Final = 4 << 20  # of items: some long ones at once
-BODIES_BYTES_MAX: Final = 64 << 20  # of all requests that a port is answering
+BODIES_BYTES_MAX: Final = 32 << 20  # of all requests that a port is answering; a publisher's takes up to five times
+SMALL_BYTES_MAX: Final = 16 << 10  # a body that needs no such room, so that large ones do not keep small ones out
 LINGER_S: Final = 1.0  # reads the rest of a body that was refused, so that its sender gets the answer
 SPARE: Final = 256  # connections beyond clients_max: short requests, and those that are told to come back later
 PUBLISHERS_MAX: Final = 256  # connections
@@ -71,7 +73,7 @@ class HttpServer:
         self._cancels = cancels
         self._listener: Listener | None = None
         self._running: set[asyncio.Task[object]] = set()
-        self._bodies_bytes = 0
+        self._bodies_bytes, self._log = 0, SeldomLog()
         self.on_prepare: Callable[[web.Request, web.StreamResponse], None] = lambda request, response: None
 
     async def open(self, certificate: Path | None = None, key: Path | None = None) -> int:
@@ -137,8 +139,9 @@ class HttpServer:
             return self._failed(request, line)
 
     def _failed(self, request: web.Request, line: Line) -> web.Response:
-        path = request.path[:PATH_SHOWN_MAX]
-        log.exception("a request at the HTTP edge has failed", port=self.what, method=request.method, path=path)
+        if self._log.is_due(type(sys.exception()).__name__):
+            path = request.path[:PATH_SHOWN_MAX]
+            log.exception("a request at the HTTP edge has failed", port=self.what, method=request.method, path=path)
         if line.is_answering:
             line.abort()  # the client sees that the answer is not whole
             raise ConnectionAbortedError
@@ -152,7 +155,7 @@ class HttpServer:
             size = size_max  # in chunks
         if size > size_max:
             raise web.HTTPRequestEntityTooLarge(size_max, size, text=f"expected a body of at most {size_max} bytes\n")
-        if self._bodies_bytes + size > BODIES_BYTES_MAX:
+        if size > SMALL_BYTES_MAX and self._bodies_bytes + size > BODIES_BYTES_MAX:
             self._places.refused["bodies"] += 1
             raise web.HTTPServiceUnavailable(text="too many requests at once\n", headers={"Retry-After": str(RETRY_S)})
         self._bodies_bytes += size

@@ -24,6 +24,7 @@ from streamer.edge.clients import Output, StreamClient
 from streamer.edge.epoch_reader import EpochReader
 from streamer.edge.events import gap_of
 from streamer.edge.feeds import AGAIN, Feeds, ReadableHistory
+from streamer.edge.lines import SeldomLog
 from streamer.edge.places import Places
 from streamer.edge.positions import StreamStart, position_text
 from streamer.edge.query import Query
@@ -63,7 +64,7 @@ class HttpStreams:
     ) -> None:
         self._history, self._callers, self._section, self._places = history, callers, section, places
         self._feeds = Feeds(history)
-        self._epoch_clients = 0
+        self._epoch_clients, self._log = 0, SeldomLog()
 
     def __repr__(self) -> str:
         return f"HttpStreams({len(self._places)} clients, {len(self._feeds)} feeds)"
@@ -179,7 +180,8 @@ class HttpStreams:
                 try:
                     await reader.write(output)
                 except UStatusError as error:
-                    log.warning("a stream of epochs ends", error=str(error))
+                    if self._log.is_due(error.code):
+                        log.warning("a stream of epochs ends", error=str(error))
             return response
         finally:
             self._epoch_clients -= 1

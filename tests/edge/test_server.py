@@ -286,6 +286,7 @@ async def test_a_body_is_bounded_in_bytes_and_time(
 
 async def test_bodies_are_bounded_all_together(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "BODIES_BYTES_MAX", 1_500)
+    monkeypatch.setattr(servers, "SMALL_BYTES_MAX", 100)
     arrived = asyncio.Event()
 
     async def proxied(request: web.Request) -> web.StreamResponse:
@@ -300,6 +301,7 @@ async def test_bodies_are_bounded_all_together(serve: Serve, monkeypatch: pytest
     answer = await edge.ask(post + b"x" * 1_000)
     assert answer.startswith(b"HTTP/1.1 503 ")
     assert b"Retry-After: 1" in answer
+    assert (await edge.ask(post.replace(b"1000", b"50") + b"x" * 50)).endswith(b"50"), "a small one has room"
     writer.write(b"x" * 1_000)
     assert (await asyncio.wait_for(reader.read(), WAIT_S)).endswith(b"1000")
     assert (await edge.ask(post + b"x" * 1_000)).endswith(b"1000")
