@@ -18,7 +18,7 @@ import structlog
 
 from streamer.grip.headers import Instruction
 from streamer.grip.items import Item
-from streamer.grip.link import LinkAnswer, Links, resolved
+from streamer.grip.link import LinkAnswer, Links, place_of, resolved
 from streamer.operating.states import Condition
 from uprotocol.callbacks import Remove
 from uprotocol.pacing import Backoff
@@ -115,7 +115,9 @@ class SharedLinks:
             if said.link is not None:
                 resolved(url, said.link.url)
         except UStatusError as error:
-            raise UStatusError(UCode.FAILED_PRECONDITION, f"the answer of the link {url}: {error.message}") from None
+            raise UStatusError(
+                UCode.FAILED_PRECONDITION, f"the answer of the link {place_of(url)}: {error.message}"
+            ) from None
         return answer
 
     def _forget(self, key: _Key, request: _Request) -> None:
@@ -131,7 +133,7 @@ class SharedLinks:
             return
         error, url = request.task.exception(), key[0]
         self.asked["answered" if error is None else "failed"] += 1
-        place = url.partition("?")[0]
+        place = place_of(url)
         if error is not None:
             if place not in self._failing and len(self._failing) < FAILING_MAX:
                 log.warning(
@@ -154,7 +156,7 @@ class SharedLinks:
         del self._resting[url]
         if url not in self._wanted:  # who asked it has gone
             self._pauses.pop(url, None)
-            self._failing.pop(url.partition("?")[0], None)
+            self._failing.pop(place_of(url), None)
 
     def conditions(self) -> Iterator[Condition]:
         if self._failing:

@@ -73,11 +73,11 @@ class Links:
         try:
             return await self._get(url, headers)
         except TimeoutError:
-            raise _away(f"the link {url} has not answered within {self._timeout_s:g} s") from None
+            raise _away(f"the link {place_of(url)} has not answered within {self._timeout_s:g} s") from None
         except (aiohttp.InvalidURL, ValueError) as error:
-            raise _wrong(f"the link {url!r} can't be asked: {error}") from None
+            raise _wrong(f"the link {place_of(url)!r} can't be asked: {reason_of(error)}") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise _away(f"the link {url} can't be reached, or breaks off: {error or type(error).__name__}") from None
+            raise _away(f"the link {place_of(url)} can't be reached, or breaks off: {reason_of(error)}") from None
 
     async def pages(self, url: str, last_ids: Mapping[str, str]) -> AsyncIterator[LinkAnswer]:
         """Yields the answer of `url`, and at once those of the links of answers without `Grip-Hold`: their Grip-Last
@@ -90,7 +90,7 @@ class Links:
             answer = await self.ask(url, last)
             size += len(answer.body)
             if size > self._pages_bytes_max:
-                raise _too_much(f"the pages of the link {url} have more than {self._pages_bytes_max} bytes")
+                raise _too_much(f"the pages of the link {place_of(url)} have more than {self._pages_bytes_max} bytes")
             yield answer
             said = answer.instruction
             if said.hold is not None or said.link is None:
@@ -99,24 +99,26 @@ class Links:
                 {one.name: one.prev_id for one in said.channels if one.name in last and one.prev_id is not None}
             )
             url = resolved(url, said.link.url)
-        raise _too_much(f"the link has more than {self._pages_max} pages: {url} would be one more")
+        raise _too_much(f"the link has more than {self._pages_max} pages: {place_of(url)} would be one more")
 
     async def _get(self, url: str, headers: list[tuple[str, str]]) -> LinkAnswer:
         is_quoted = url.isascii() and " " not in url  # asked as it is written
         async with self._opened().get(URL(url, encoded=is_quoted), headers=headers, allow_redirects=False) as response:
             status, body = response.status, bytearray()
             if status >= 500 or status in (408, 429):
-                raise _away(f"the link {url} has answered {status}")
+                raise _away(f"the link {place_of(url)} has answered {status}")
             if not 200 <= status < 300:
-                raise _wrong(f"the link {url} has answered {status}; expected 200 to 299")
+                raise _wrong(f"the link {place_of(url)} has answered {status}; expected 200 to 299")
             try:
                 instruction = Instruction.of(response.headers.items())
             except UStatusError as error:
-                raise _wrong(f"the answer of the link {url} can't be read: {error.message}") from None
+                raise _wrong(f"the answer of the link {place_of(url)} can't be read: {error.message}") from None
             async for part in response.content.iter_any():
                 body += part
                 if len(body) > self._answer_bytes_max:
-                    raise _too_much(f"the answer of the link {url} has more than {self._answer_bytes_max} bytes")
+                    raise _too_much(
+                        f"the answer of the link {place_of(url)} has more than {self._answer_bytes_max} bytes"
+                    )
         return LinkAnswer(status, bytes(body), instruction)
 
     def _opened(self) -> aiohttp.ClientSession:
@@ -136,8 +138,22 @@ def resolved(url: str, link: str) -> str:
     try:
         here, there = urlsplit(url), urlsplit(urljoin(url, link))
     except ValueError as error:
-        raise _wrong(f"the link {link!r} in an answer of {url} is no address: {error}") from None
+        raise _wrong(f"the link {link!r} in an answer of {place_of(url)} is no address: {error}") from None
     return urlunsplit((here.scheme, here.netloc, there.path or "/", there.query, ""))
+
+
+def place_of(url: str) -> str:
+    """Returns an address as it may be shown: a query may have what is secret."""
+    return url.partition("?")[0]
+
+
+def reason_of(error: Exception) -> str:
+    """Returns why a request has failed. The texts of some errors have the address, or headers of the answer."""
+    if isinstance(error, aiohttp.ClientResponseError):
+        return "its answer is no HTTP that can be read"
+    if isinstance(error, aiohttp.InvalidURL | ValueError):
+        return "the address is malformed"
+    return str(error) or type(error).__name__
 
 
 def _away(why: str) -> UStatusError:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Final, Protocol
+from urllib.parse import unquote
 
 import aiohttp
 import structlog
@@ -23,11 +24,12 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from streamer.config.edge import HttpSection, ProxySection
+from streamer.edge.lines import SeldomLog
 from streamer.grip.asking import HeardChannels, SharedLinks, check_hold
 from streamer.grip.headers import Instruction, grip_last
 from streamer.grip.held import RESPONSE_TIMEOUT_S, HeldRequest, HeldStream
 from streamer.grip.items import ResponseFormat
-from streamer.grip.link import Links, Sign, resolved
+from streamer.grip.link import Links, Sign, place_of, reason_of, resolved
 from streamer.operating.states import Condition, Sample, each
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError, invalid
@@ -43,7 +45,10 @@ HOP_BY_HOP: Final = frozenset(
 )
 FORWARDED: Final = ("X-Forwarded-Proto", "X-Forwarded-Host")
 BODYLESS: Final = (204, 205, 304)
-_DOTS: Final = re.compile(r"/(\.|%2e){1,2}(/|$)", re.IGNORECASE)
+# parts of a path that some backend reads as . or ..: also behind %2F or \\, and before the parameters of a part
+_DOTS: Final = re.compile(r"[/\\]\.{1,2}([/\\;]|$)")
+_CONTROLS: Final = re.compile("[\x00-\x08\x0a-\x1f\x7f]")
+REFUSED_METHODS: Final = ("CONNECT", "TRACE")  # the answer to TRACE has what only the backend may see, such as Grip-Sig
 
 log = structlog.get_logger()
 
@@ -92,6 +97,7 @@ class Proxy:
         self._backoff = backoff or Backoff(*LINK_PAUSES_MS, random.Random())
         self._links = SharedLinks(links, channels, self._backoff)
         self._session: aiohttp.ClientSession | None = None
+        self._log = SeldomLog()
         self._answers: Counter[str] = Counter()  # by outcome
         self._cuts: Counter[str] = Counter()  # by reason
 
@@ -101,7 +107,9 @@ class Proxy:
         if section is None:
             prefixes = ", ".join(one.prefix for one in self._sections)
             return web.Response(status=404, text=f"unknown path; known: /stream, and what begins with {prefixes}\n")
-        if _DOTS.search(path):  # the backend would see another path than the prefix allows
+        if request.method in REFUSED_METHODS:
+            raise web.HTTPMethodNotAllowed(request.method, (), text=f"{request.method} does not pass\n")
+        if _DOTS.search(unquote(path)):  # the backend would see another path than the prefix allows
             return web.Response(status=400, text="expected a path without . and .. in it\n")
         if _is_websocket(request.headers):
             self._answers["websocket"] += 1
@@ -128,14 +136,15 @@ class Proxy:
             why = f"it has not answered within {section.timeout_s:g} s"
             raise self._refusal("slow", section, web.HTTPGatewayTimeout, why) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            why = f"it can't be reached, or its answer can't be read: {error or type(error).__name__}"
+            why = f"it can't be reached, or its answer can't be read: {reason_of(error)}"
             raise self._refusal("unreachable", section, web.HTTPBadGateway, why) from None
 
     def _refusal(
         self, outcome: str, section: ProxySection, status: type[web.HTTPServerError], why: str
     ) -> web.HTTPException:
         self._answers[outcome] += 1
-        log.warning("a backend has not answered as it should", backend=section.backend, why=why)
+        if self._log.is_due((section.prefix, outcome)):
+            log.warning("a backend has not answered as it should", backend=section.backend, why=why)
         return status(text=f"the backend is {outcome}\n" if outcome != "malformed" else "the answer is malformed\n")
 
     async def _request_headers(self, request: web.Request, last_ids: Mapping[str, str]) -> CIMultiDict[str]:
@@ -170,6 +179,9 @@ class Proxy:
     ) -> web.StreamResponse:
         """`sent`: when the backend was asked, by the count of the links."""
         try:
+            if any(_CONTROLS.search(one) for one in (backend.reason or "", *backend.headers.values())):
+                why = "expected headers of visible characters, got a control character"
+                raise self._refusal("malformed", section, web.HTTPBadGateway, why)
             said = self._instruction(request, section, backend)
             if said is not None and self._clients.are_full:
                 self._clients.turned_away("clients", "too many requests are held (http.clients_max)")
@@ -228,7 +240,8 @@ class Proxy:
             async for part in backend.content.iter_any():
                 await self._put(response, part)
         except (aiohttp.ClientError, OSError) as error:
-            log.warning("a backend has broken off its answer", backend=section.backend, why=str(error))
+            if self._log.is_due((section.prefix, "broken off")):
+                log.warning("a backend has broken off its answer", backend=section.backend, why=reason_of(error))
             raise _EndError("backend") from None
 
     async def _put(self, response: web.StreamResponse, content: bytes) -> None:
@@ -252,8 +265,9 @@ class Proxy:
             try:
                 await HeldStream(self._channels, self._links, write, url, request.headers.get("Host", "")).run(said)
             except UStatusError as error:
-                place = url.partition("?")[0]
-                log.warning("a held stream was cut off: it can't be recovered", url=place, why=error.message)
+                if self._log.is_due("cut off"):
+                    place = place_of(url)
+                    log.warning("a held stream was cut off: it can't be recovered", url=place, why=error.message)
                 raise _EndError("unrecoverable") from None
 
     async def _hold_request(
@@ -299,7 +313,9 @@ class Proxy:
         except TimeoutError:
             raise self._refusal("slow", section, web.HTTPGatewayTimeout, "its answer does not end") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise self._refusal("unreachable", section, web.HTTPBadGateway, f"it has broken off: {error}") from None
+            raise self._refusal(
+                "unreachable", section, web.HTTPBadGateway, f"it has broken off: {reason_of(error)}"
+            ) from None
         return bytes(body)
 
     # Reports

@@ -144,6 +144,16 @@ async def test_an_address_that_cant_be_asked(links: Links, url: str) -> None:
     assert await code_of(links, url) in (UCode.FAILED_PRECONDITION, UCode.UNAVAILABLE)
 
 
+@pytest.mark.parametrize("place", ["", "http://[", "http://127.0.0.1:1/", "http://a b/"])
+async def test_an_error_does_not_show_the_query_of_a_link(serve: Serve, links: Links, place: str) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(headers={"Grip-Hold": "forever"})
+
+    with pytest.raises(UStatusError) as raised:
+        await links.ask((place or await serve(answer) + "/x") + "?key=secret", {})
+    assert "secret" not in str(raised.value)
+
+
 async def test_an_answer_without_end_is_cut(serve: Serve, links: Links) -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()

@@ -132,7 +132,10 @@ async def test_a_head_request_is_never_held(start: Start) -> None:
     assert "grip" not in curl.head.lower()
 
 
-@pytest.mark.parametrize("path", ["/../x", "/a/./b", "/a/%2e%2E/b", "/a/.."])
+@pytest.mark.parametrize(
+    "path",
+    ["/../x", "/a/./b", "/a/%2e%2E/b", "/a/..", "/a/..%2fb", "/a%2F%2e%2e%2Fb", "/a/..;x/b", "/a\\..\\b", "/a/..%5Cb"],
+)
 async def test_a_path_that_a_backend_would_read_otherwise(start: Start, path: str) -> None:
     async def backend(_: web.Request) -> web.Response:
         raise AssertionError("it was asked")
@@ -141,6 +144,48 @@ async def test_a_path_that_a_backend_would_read_otherwise(start: Start, path: st
     curl = await edge.curl(path)
     await curl.until("expected a path without . and .. in it\n")
     assert curl.head.startswith("HTTP/1.1 400 ")
+
+
+async def test_a_method_whose_answer_is_not_for_clients(start: Start) -> None:
+    async def backend(_: web.Request) -> web.Response:
+        raise AssertionError("it was asked")
+
+    edge = await start(backend)
+    curl = await edge.curl(method="TRACE")
+    await curl.until("TRACE does not pass\n")
+    assert curl.head.startswith("HTTP/1.1 405 ")
+
+
+@pytest.mark.parametrize("line", [b"X: a\x0bb", b"X: a\x7fb", b"X: a\x00b", b"X: a\rb"])
+async def test_headers_with_control_characters(line: bytes) -> None:
+    async def garbage(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n%b\r\nContent-Length: 2\r\n\r\nok" % line)
+        writer.close()
+
+    async with await asyncio.start_server(garbage, HOST, 0) as server:
+        edge = await Edge.open(server.sockets[0].getsockname()[1])
+        curl = await edge.curl()
+        await until_ended(curl, b"\n")
+        await edge.close()
+    assert curl.head.startswith("HTTP/1.1 502 ")
+
+
+async def test_the_log_has_no_secrets_of_a_request_and_no_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    async def garbage(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nSet-Cookie: secret\rX: y\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(garbage, HOST, 0) as server:
+        edge = await Edge.open(server.sockets[0].getsockname()[1])
+        for _ in range(3):
+            curl = await edge.curl("/a?token=secret", "Cookie: secret")
+            await curl.until("the backend is unreachable\n")
+        await edge.close()
+    said = capsys.readouterr().out
+    assert "secret" not in said
+    assert said.count("a backend has not answered as it should") == 1
 
 
 async def test_a_backend_that_is_slow(start: Start) -> None:
