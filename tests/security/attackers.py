@@ -10,10 +10,10 @@ import json
 import os
 import sys
 
-from tests.security import floods, intruders
+from tests.security import floods, intruders, web_attackers
 from tests.security.hostile import ATTACKERS, Places
 
-_LOADED = (floods, intruders)  # registers their attackers
+_LOADED = (floods, intruders, web_attackers)  # registers their attackers
 
 
 def main() -> None:

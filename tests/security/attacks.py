@@ -13,6 +13,7 @@ from typing import Any, Final
 from tests.security.stage import Scene
 
 HOME, FLEET, RULES = Scene(), Scene(fleet=True), Scene(rules=True)
+EDGE, OPEN_EDGE = Scene(edge="tokens"), Scene(edge="open")
 UNRECORDED, RESET_OFF = Scene(records=False), Scene(usubscription='reset = "off"')
 MIB: Final = 1 << 20
 MESSAGE_BYTES_MAX: Final = MIB
@@ -105,6 +106,12 @@ def nothing_reset(reported: Reported) -> list[str]:
 
 def nothing_suppressed(reported: Reported) -> list[str]:
     return [] if reported.get("heard") == reported.get("sent") else [f"ids were taken: {reported}"]
+
+
+def nothing_wrong(reported: Reported) -> list[str]:
+    """The attacker's own backend has seen nothing that it should not, and neither has its client."""
+    found = [f"at the backend or its client: {reported['wrong']}"] if reported.get("wrong") else []
+    return found + ([] if reported.get("seen") else [f"the backend has seen nothing: {reported}"])
 
 
 ATTACKS: Final = (
@@ -330,6 +337,136 @@ ATTACKS: Final = (
         {"count": 2_000, "seconds": 20},
         None,
         checks=(nothing_suppressed,),
+    ),
+    Attack(
+        "web-slow-heads",
+        "1,000 connections that never finish the head of a request",
+        "web_slow_heads",
+        {"count": 1_000, "seconds": 20},
+        {"count": 300, "seconds": 7},
+        scene=EDGE,
+    ),
+    Attack(
+        "web-slow-bodies",
+        "500 bodies at one byte a second, to a backend",
+        "web_slow_bodies",
+        {"count": 500, "seconds": 20},
+        None,
+        scene=EDGE,
+    ),
+    Attack(
+        "web-reads-nothing",
+        "1,000 streams of everything that are never read",
+        "web_reads_nothing",
+        {"count": 1_000, "seconds": 20},
+        {"count": 200, "seconds": 7},
+        scene=EDGE,
+    ),
+    Attack(
+        "web-connections",
+        "15,000 connections without a request",
+        "web_connections",
+        {"count": 15_000, "seconds": 30},
+        {"count": 2_000, "seconds": 5},
+        scene=EDGE,
+    ),
+    Attack(
+        "web-pipelined",
+        "200 connections with requests without end, whose answers nobody reads",
+        "web_pipelined",
+        {"count": 200, "seconds": 20},
+        {"count": 50, "seconds": 4},
+        scene=EDGE,
+    ),
+    Attack(
+        "web-feeds",
+        "10,000 streams of topics that nobody else reads",
+        "web_feeds",
+        {"count": 10_000, "seconds": 30},
+        {"count": 300, "seconds": 5},
+        scene=EDGE,
+    ),
+    Attack(
+        "web-polls",
+        "20,000 polls of the largest pages, and of those that wait",
+        "web_polls",
+        {"count": 20_000, "seconds": 30},
+        {"count": 500, "seconds": 5},
+        scene=EDGE,
+    ),
+    Attack(
+        "web-epochs",
+        "2,000 streams of whole epochs",
+        "web_epochs",
+        {"count": 2_000, "seconds": 20},
+        {"count": 200, "seconds": 4},
+        scene=EDGE,
+    ),
+    Attack(
+        "web-positions",
+        "10,000 ids of events, cursors and times that are noise",
+        "web_positions",
+        {"count": 10_000, "seconds": 30},
+        {"count": 300, "seconds": 5},
+        scene=EDGE,
+        checks=(only("200", "400"),),
+    ),
+    Attack(
+        "web-forged",
+        "forged tokens and JWTs: no signature, another key or algorithm, expired",
+        "web_forged",
+        {"count": 2_000, "seconds": 30},
+        {"count": 120, "seconds": 10},
+        scene=EDGE,
+        checks=(
+            only("401", "400"),
+            some("401"),
+        ),
+    ),
+    Attack(
+        "web-smuggling",
+        "requests whose end two parsers see at different places",
+        "web_smuggling",
+        {"seconds": 60},
+        {},
+        scene=EDGE,
+        checks=(nothing_wrong,),
+    ),
+    Attack(
+        "web-paths",
+        "paths that lead out of the prefix of a backend",
+        "web_paths",
+        {"seconds": 60},
+        {},
+        scene=EDGE,
+        checks=(nothing_wrong,),
+    ),
+    Attack(
+        "web-headers",
+        "headers that a backend and its client forge",
+        "web_headers",
+        {"count": 400, "seconds": 60},
+        {"count": 130},
+        scene=EDGE,
+        checks=(nothing_wrong,),
+    ),
+    Attack(
+        "web-items",
+        "a publisher of huge, deep and wrong items",
+        "web_items",
+        {"count": 2_000, "seconds": 30},
+        {"count": 120, "seconds": 8},
+        scene=OPEN_EDGE,
+        checks=(only("200", "400", "413", "415", "429", "503", "cut"),),
+    ),
+    Attack(
+        "web-foreign",
+        "pages of other origins, and DNS rebinding",
+        "web_foreign",
+        {"seconds": 60},
+        {},
+        scene=OPEN_EDGE,
+        checks=(only("403", "400", "415"),),
     ),
 )
 BY_NAME: Final = {one.name: one for one in ATTACKS}

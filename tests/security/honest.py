@@ -1,12 +1,14 @@
 """Honest traffic, which must not suffer from attacks. It uses plain paho and plain Zenoh, and messages that
 campaigns/chaos/wire.py encodes by hand.
 
+with an HTTP edge: items --> the edge --> an event stream, a held stream
 vehicle -- numbered publishes --> cloud          cloud -- numbered publishes --> vehicle
 cloud -- requests --> a service in the vehicle, and Poll at the gateway          a new subscriber from time to time
 """
 
 from __future__ import annotations
 
+import http.client
 import math
 import threading
 import time
@@ -16,8 +18,9 @@ from typing import Final
 
 from campaigns.chaos.judges import SUBSCRIBED, Caller, MqttLink, ZenohLink, subscribe
 from campaigns.chaos.processes import ChaosError
+from campaigns.chaos.web import EventReader, HeldReader, ItemPublisher, Seen
 from campaigns.chaos.wire import NOTIFICATION, PUBLISH, REQUEST, RESPONSE, Message, Uri, field, new_id
-from tests.security.stage import APP, CLOUD, ENTITY, LATE, RESOURCE, Stage
+from tests.security.stage import APP, CHANNEL, CLOUD, ENTITY, ITEMS, KEY, LATE, RESOURCE, TOKEN, Stage
 
 SETTLE_S_MAX: Final = 60.0
 CALL_S_MAX: Final = 20.0  # how long a polite caller waits
@@ -25,6 +28,7 @@ CALL_EVERY_S: Final = 0.25
 ECHO: Final = 7  # a method that returns its request
 LATE_MESSAGES: Final = 30
 POLL: Final = 2
+ITEMS_PER_S: Final = 20
 
 Phase = str
 
@@ -55,6 +59,81 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, math.ceil(share * len(values)) - 1)]
 
 
+class WebTraffic:
+    """Honest clients of the HTTP edge: a publisher of items, an event stream and a held stream, which both must have
+    each item, and a new client from time to time."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage, self.sent = stage, dict[int, Sent]()
+        has_keys = stage.scene.edge == "tokens"
+        self._headers, self._key = ({"Authorization": f"Bearer {TOKEN}"}, KEY) if has_keys else ({}, b"")
+        self._publisher: ItemPublisher | None = None
+        self._phase: Phase = ""
+        self._seen, self._got = set[int](), set[int]()
+        self._readers = (
+            EventReader("honest events", stage.http_port, [ITEMS], self._headers, self._on_event),
+            HeldReader("honest held", stage.http_port, CHANNEL, self._headers, self._on_line),
+        )
+        for reader in self._readers:
+            reader.begin()
+
+    def talk(self, phase: Phase) -> None:
+        self._phase = phase
+        self._publisher = ItemPublisher(
+            self._stage.publish_port,
+            self._stage.backend,
+            CHANNEL,
+            pause_s=1 / ITEMS_PER_S,
+            key=self._key,
+            on_item=self._on_item,
+        )
+        self._publisher.begin()
+
+    def hush(self) -> None:
+        assert self._publisher is not None
+        self._publisher.end()
+        self._raise_failures()
+
+    def page(self) -> int | None:
+        """Polls over a new connection. Returns 0, or a status that is wrong."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._stage.http_port, timeout=CALL_S_MAX)
+        try:
+            connection.request("GET", f"/stream?topic={ITEMS}&mode=poll&max=5", headers=self._headers)
+            answer = connection.getresponse()
+            answer.read()
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+        return 0 if answer.status == 200 else answer.status
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.ended.set()
+
+    def _raise_failures(self) -> None:
+        assert self._publisher is not None
+        for party in (*self._readers, self._publisher):
+            if party.failures:
+                raise ChaosError(party.failures[0])
+
+    def _on_item(self, number: int, is_answered: bool) -> None:
+        if not is_answered:
+            self.sent[number] = Sent(self._phase, time.monotonic())
+
+    def _on_event(self, seen: Seen) -> None:
+        self._arrive(self._seen, int(seen["json"]))
+
+    def _on_line(self, number: int) -> None:
+        self._arrive(self._got, number)
+
+    def _arrive(self, numbers: set[int], number: int) -> None:
+        """It has arrived once both readers have it."""
+        numbers.add(number)
+        if number in self._seen and number in self._got and number in self.sent:
+            self.sent[number].arrived = self.sent[number].arrived or time.monotonic()
+
+
 class Honest:
     """All honest clients on both sides of a stage. `phase` marks the messages from now on."""
 
@@ -69,6 +148,7 @@ class Honest:
         self._late = 0
         self._heard_late: dict[Uri, set[bytes]] = {}
         self._closers: list[Callable[[], None]] = []
+        self._web = WebTraffic(stage) if stage.scene.edge else None
         self._join()
 
     # Clients
@@ -167,20 +247,29 @@ class Honest:
     def _calling(self) -> None:
         topic = Uri(self._stage.scene.vehicles[0], ENTITY, 1, RESOURCE)
         poll = field(1, topic.encode()) + field(4, 1) + field(8 + 2, 64)
-        asked = (("echo", self.echo, b"echo"), ("poll", Uri(self._stage.scene.home, 4, 1, POLL), poll))
+        asked = [
+            ("echo", lambda: self._code(self.echo, b"echo")),
+            ("poll", lambda: self._code(Uri(self._stage.scene.home, 4, 1, POLL), poll)),
+        ]
+        if self._web is not None:
+            asked.append(("page", self._web.page))
         turn = 0
         while self._talking.is_set():
-            name, method, payload = asked[turn % 2]
+            name, call = asked[turn % len(asked)]
             turn += 1
             phase, began = self.phase, time.monotonic()
-            answer = self._answers.call(method, payload, CALL_S_MAX)
-            self.calls.append(
-                Called(phase, name, time.monotonic() - began, None if answer is None else answer.commstatus)
-            )
+            code = call()
+            self.calls.append(Called(phase, name, time.monotonic() - began, code))
             time.sleep(CALL_EVERY_S)
+
+    def _code(self, method: Uri, payload: bytes) -> int | None:
+        answer = self._answers.call(method, payload, CALL_S_MAX)
+        return None if answer is None else answer.commstatus
 
     def talk(self) -> None:
         self._talking.set()
+        if self._web is not None:
+            self._web.talk(self.phase)
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._publishing, self._calling)]
         for thread in self._threads:
             thread.start()
@@ -189,6 +278,8 @@ class Honest:
         self._talking.clear()
         for thread in self._threads:
             thread.join()
+        if self._web is not None:
+            self._web.hush()
 
     def settle(self, timeout_s: float = SETTLE_S_MAX) -> None:
         """Sends in both directions until messages of both arrive. Raises ChaosError."""
@@ -249,22 +340,25 @@ class Honest:
 
     # Results
 
+    def _all(self) -> list[Sent]:
+        return [*self._sent.values(), *(self._web.sent.values() if self._web is not None else ())]
+
     def lost(self, phase: Phase) -> int:
-        return sum(one.phase == phase and one.arrived is None for one in list(self._sent.values()))
+        return sum(one.phase == phase and one.arrived is None for one in self._all())
 
     def sent(self, phase: Phase) -> int:
-        return sum(one.phase == phase for one in list(self._sent.values()))
+        return sum(one.phase == phase for one in self._all())
 
     def latencies(self, phase: Phase) -> list[float]:
         """Returns the delays of the arrived messages in seconds."""
-        return [
-            one.arrived - one.at for one in list(self._sent.values()) if one.phase == phase and one.arrived is not None
-        ]
+        return [one.arrived - one.at for one in self._all() if one.phase == phase and one.arrived is not None]
 
     def failed_calls(self, phase: Phase) -> list[Called]:
         return [one for one in self.calls if one.phase == phase and one.code != 0]
 
     def close(self) -> None:
         self._talking.clear()
+        if self._web is not None:
+            self._web.close()
         for close in self._closers:
             threading.Thread(target=close, daemon=True).start()

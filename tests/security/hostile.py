@@ -33,6 +33,9 @@ class Places:
     admin: int
     fleet: int = 0
     lost: int = 0
+    http: int = 0
+    publish: int = 0
+    hostile: int = 0  # where a backend of the attacker may listen
     count: int = 1
     seconds: float = 5.0
     bytes: int = 0
