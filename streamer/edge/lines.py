@@ -15,6 +15,7 @@ import logging
 import math
 import socket
 import ssl
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -115,6 +116,7 @@ class Line(asyncio.Protocol):
         self._is_served = False  # True once it is passed to aiohttp
         self._is_busy = False  # with a request
         self.is_answering = False  # the answer to it has begun; set by who begins it
+        self.ends_with_answer = False  # HTTP/1.0: for the client the end of the connection is that of the answer
         self._early = b""  # data received before that
         self._number = 0  # of the last request
         self._has_head = False  # of the next request
@@ -273,6 +275,10 @@ class Line(asyncio.Protocol):
     def abort(self) -> None:
         """Closes the connection at once: the client sees that an answer is not whole."""
         self._lines.remove(self)
+        opened = None if self._socket is None else self._socket.get_extra_info("socket")
+        if self.ends_with_answer and opened is not None:
+            with contextlib.suppress(OSError):  # a reset is no end
+                opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         if self._transport is not None:
             self._transport.abort()
         if self._securing is not None:
@@ -369,6 +375,15 @@ async def latest_tls(section: str, certificate: Path | None, key: Path | None) -
         return context
 
     return await latest([certificate, key], make)
+
+
+def break_off(request: web.BaseRequest) -> None:
+    """Closes the connection at once: the client sees that the answer is not whole."""
+    line = Line.of(request)
+    if line is not None:
+        line.abort()
+    elif request.transport is not None:  # of another server
+        request.transport.abort()
 
 
 # Log

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import structlog
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from streamer.config.edge import GripSection, HttpSection
 from streamer.edge.callers import Callers, host_of, is_known_host
@@ -166,7 +166,7 @@ class HttpServer:
 
     async def _prepare(self, request: web.Request, response: web.StreamResponse) -> None:
         if line := Line.of(request):
-            line.is_answering = True
+            line.is_answering, line.ends_with_answer = True, request.version < HttpVersion11
         if response.headers.get("Server", "").startswith("Python/"):  # aiohttp's own, not a backend's
             response.headers["Server"] = SERVER
         self.on_prepare(request, response)

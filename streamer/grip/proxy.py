@@ -24,7 +24,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from streamer.config.edge import HttpSection, ProxySection
-from streamer.edge.lines import SeldomLog
+from streamer.edge.lines import SeldomLog, break_off
 from streamer.grip.asking import HeardChannels, SharedLinks, check_hold
 from streamer.grip.headers import Instruction, grip_last
 from streamer.grip.held import RESPONSE_TIMEOUT_S, HeldRequest, HeldStream
@@ -228,8 +228,10 @@ class Proxy:
         except (_EndError, ConnectionError) as error:  # the latter: the client has gone
             if isinstance(error, _EndError) and error.reason:
                 self._cuts[error.reason] += 1
-            if request.transport is not None:
-                request.transport.abort()
+            break_off(request)
+        except asyncio.CancelledError:  # the edge stops
+            break_off(request)
+            raise
         return response
 
     async def _relay(

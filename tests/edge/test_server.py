@@ -20,6 +20,7 @@ from yarl import URL
 from streamer.config.edge import GripSection, HttpSection
 from streamer.edge import server as servers
 from streamer.edge.callers import Callers
+from streamer.edge.lines import break_off
 from streamer.edge.places import Places
 from streamer.edge.server import EdgeServer, Handler, PublishServer
 from tests.certificates import TestAuthority
@@ -340,6 +341,34 @@ async def test_one_connection_too_many_takes_the_place_of_an_idle_one_and_of_no_
     async with asyncio.timeout(WAIT_S):
         while edge.connections:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("why", ["an error", "broken off", "the end of the edge"])
+async def test_a_client_of_http_1_0_sees_that_its_answer_is_not_whole(serve: Serve, why: str) -> None:
+    """As nginx, whose default it is: the end of the connection is the end of the answer."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        try:
+            response = await held(request)
+            if why == "an error":
+                raise ValueError
+            break_off(request)
+        except asyncio.CancelledError:
+            break_off(request)
+            raise
+        return response
+
+    held = Held(lambda: edge.places)
+    edge = await serve(handler)
+    reader, writer = await asyncio.open_connection("127.0.0.1", edge.port)
+    writer.write(GET.replace(b"HTTP/1.1", b"HTTP/1.0"))
+    await asyncio.wait_for(reader.readuntil(b"first\n"), WAIT_S)
+    if why == "the end of the edge":
+        await edge.server.close()
+    held.go_on.set()
+    with pytest.raises(ConnectionResetError):
+        await asyncio.wait_for(reader.read(), WAIT_S)
+    writer.close()
 
 
 async def test_a_handler_ends_when_its_client_goes(serve: Serve) -> None:
