@@ -117,13 +117,15 @@ class Reader:
 
 
 class World(HistoryWorld):
+    port = 0  # any free one
+
     async def start(self, path: Path | None = None, section: HttpSection | None = None, **log: Any) -> None:
         durable = await Log.open(path / "history.db" if path else None, name="durable", **log)
         await self.start_with(durable, await Log.open(None, name="volatile"), section=section)
 
     async def start_with(self, *logs: Log, section: HttpSection | None = None, **service: Any) -> None:
         await self.open(*logs, **service)
-        section = (section or HttpSection()).model_copy(update={"listen": "127.0.0.1:0"})
+        section = (section or HttpSection()).model_copy(update={"listen": f"127.0.0.1:{self.port}"})
         self.places = Places(section.clients_max)
         self.callers = AnyCaller(section, "gateway", self.places.refused)
         self.streams = HttpStreams(self.service, self.callers, section, self.places)
