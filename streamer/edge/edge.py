@@ -99,6 +99,8 @@ class HttpEdge:
     def conditions(self) -> Iterator[Condition]:
         if self._callers is not None:
             yield from self._callers.conditions()
+        if self._server is not None:
+            yield from self._server.conditions()
         for conditions in self.handlers.conditions:
             yield from conditions()
 

@@ -61,5 +61,7 @@ def handlers_of(
         file = config.grip.publish_key_file
         key = None if file is None else PublisherKey(file)
         publish = PublishHandler(channels.publish, key, config.limits.message_bytes_max)
-        made = made._replace(publish=publish.post, opening=[] if key is None else [key.get])
+        made = made._replace(publish=publish.post)
+        if key is not None:
+            made = made._replace(opening=[key.get], conditions=[*made.conditions, key.conditions])
     return made

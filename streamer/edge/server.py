@@ -23,7 +23,7 @@ from streamer.config.edge import GripSection, HttpSection
 from streamer.edge.callers import Callers, host_of, is_known_host
 from streamer.edge.lines import SERVER, Latest, Limits, Line, Lines, Listener, SeldomLog, latest_tls
 from streamer.edge.places import Places
-from streamer.operating.states import Sample
+from streamer.operating.states import Condition, Sample
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -114,6 +114,11 @@ class HttpServer:
     @property
     def connections(self) -> int:
         return 0 if self._listener is None else len(self._listener.lines)
+
+    def conditions(self) -> Iterator[Condition]:
+        tls = None if self._listener is None else self._listener.lines.tls
+        if tls is not None and tls.trouble:
+            yield Condition(tls.trouble)
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -223,6 +228,9 @@ class EdgeServer:
     def _let_pages_read(self, request: web.Request, response: web.StreamResponse) -> None:
         if request.path == STREAM:
             response.headers.update(self._callers.cors(request))
+
+    def conditions(self) -> Iterator[Condition]:
+        yield from self.http_server.conditions()
 
     def samples(self) -> Iterator[Sample]:
         yield "edge_connections", ("http",), self.http_server.connections

@@ -9,12 +9,13 @@ import asyncio
 import base64
 import binascii
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 import jwt
 
+from streamer.operating.states import Condition
 from transports.certificates import KeptFiles
 from uprotocol import uuid as uuids
 from uprotocol.status import UStatusError
@@ -37,6 +38,10 @@ class _KeyFile:
     async def get(self) -> bytes:
         """Returns the key of now; the last one if a new one can't be read."""
         return await asyncio.to_thread(self._files.current)
+
+    def conditions(self) -> Iterator[Condition]:
+        if self._files.trouble:
+            yield Condition(self._files.trouble)
 
 
 class PublisherKey(_KeyFile):

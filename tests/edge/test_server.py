@@ -431,8 +431,11 @@ async def test_a_renewed_certificate_is_shown_to_who_connects_next(serve: Serve,
     assert await status(second) == 200
     with pytest.raises(aiohttp.ClientConnectorCertificateError):
         await status(first)
+    assert list(edge.server.conditions()) == []
     certificate.write_bytes(b"half of a file")
     assert await status(second) == 200
+    (condition,) = edge.server.conditions()
+    assert condition.text.startswith(f"http.cert_file {certificate} and http.key_file {key} can't be used: ")
 
 
 async def test_a_certificate_that_cant_be_used_is_said_at_the_start(serve: Serve, tmp_path: Path) -> None:

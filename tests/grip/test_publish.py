@@ -198,6 +198,10 @@ async def test_a_streamer_serves_publishers_at_an_address_of_their_own(make_worl
     assert (await post(url, unknown, Authorization=good))[:2] == (400, "unknown channel 'veg'; known: fruit, brief\n")
     assert await recorded(world) == ["apple"]
     assert ("grip_items", ("items",), 1) in list(world.streamer.samples())
+    key_file.write_bytes(b"short")
+    assert (await post(url, Authorization=good))[0] == 200, "the last one stays in use"
+    (problem,) = world.streamer.problems()
+    assert problem.startswith(f"the key file {key_file} can't be used: expected 32 bytes or more")
 
 
 async def test_a_streamer_does_not_start_without_the_key_of_its_publishers(make_world: Any, tmp_path: Path) -> None:
