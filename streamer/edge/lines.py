@@ -32,6 +32,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 LOG_S: Final = 60.0  # between two log lines of one kind; counters count all
 BACKLOG: Final = 512  # connections that the system accepts for us: a restart brings all clients back at once
 SERVER: Final = "up-streamer"
+ACCEPTED_AT_ONCE: Final = 16  # ... and that we take in one turn of the loop; one too many is closed some turns later
 HEAD_END: Final = b"\r\n\r\n"
 
 T = TypeVar("T")
@@ -300,8 +301,11 @@ class Listener:
         http, loop = await self.serve(), asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(
-                lambda: Line(http(), self.lines), self._host, self._port, backlog=BACKLOG
+                lambda: Line(http(), self.lines), self._host, self._port, backlog=ACCEPTED_AT_ONCE
             )
+            for one in self._server.sockets:
+                with socket.fromfd(one.fileno(), one.family, one.type) as same:
+                    same.listen(BACKLOG)
         except OSError as error:
             why = f"{self._what} {self._host}:{self._port} can't be opened: {error.strerror}"
             raise UStatusError(UCode.UNAVAILABLE, f"{why}; is another streamer running?") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -20,7 +21,7 @@ from yarl import URL
 from streamer.config.edge import GripSection, HttpSection
 from streamer.edge import server as servers
 from streamer.edge.callers import Callers
-from streamer.edge.lines import break_off
+from streamer.edge.lines import ACCEPTED_AT_ONCE, break_off
 from streamer.edge.places import Places
 from streamer.edge.server import EdgeServer, Handler, PublishServer
 from tests.certificates import TestAuthority
@@ -369,6 +370,21 @@ async def test_a_client_of_http_1_0_sees_that_its_answer_is_not_whole(serve: Ser
     with pytest.raises(ConnectionResetError):
         await asyncio.wait_for(reader.read(), WAIT_S)
     writer.close()
+
+
+async def test_many_at_once_wait_and_take_few_files_in_a_turn_of_the_loop(serve: Serve) -> None:
+    """Those beyond the limit have a file until they are closed: a crowd must not take those of the logs."""
+    edge = await serve(clients_max=1_000)
+    with contextlib.ExitStack() as stack:
+        for _ in range(200):  # the loop accepts none meanwhile
+            stack.enter_context(socket.create_connection(("127.0.0.1", edge.port), timeout=0.9))
+        before, steps = 0, []
+        async with asyncio.timeout(WAIT_S):
+            while edge.connections < 200:
+                await asyncio.sleep(0)
+                steps.append(edge.connections - before)
+                before = edge.connections
+        assert max(steps) <= ACCEPTED_AT_ONCE
 
 
 async def test_a_handler_ends_when_its_client_goes(serve: Serve) -> None:
