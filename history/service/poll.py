@@ -27,6 +27,7 @@ from history.records.chunk import INCARNATION_BYTES, Chunk, Scan, message_id, nu
 from history.records.witness import WITNESSES_MAX, Known, digest_of, gap_of
 from history.service.matches import Match, Sight
 from history.service.planning import PLAN_CUTS_MAX, PLAN_RECORDS_MAX, PLAN_STEPS_MAX, Cuts, log_plan, plan_step
+from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     Frontier,
@@ -164,6 +165,11 @@ class Poll:
     positions: dict[Log, int] = field(default_factory=dict)
     agreed: dict[bytes, int] = field(default_factory=dict)
     _has_capacity: bool = True  # for records beside the frontiers
+
+    @property
+    def turn_of(self) -> str:
+        """Who waits for its turn: an authority, or a uEntity that sends no message."""
+        return f"@{uris.format(self.request.source)}" if self.is_local else self.request.caller
 
     def has_ended(self) -> bool:
         """Returns whether no log can have more of the requested records."""

@@ -288,7 +288,7 @@ class HistoryService:
         with contextlib.ExitStack() as stack:
             while True:
                 poll.woken.clear()
-                async with self._turns.turn("" if poll.is_local else request.caller, gives_up - time()):
+                async with self._turns.turn(poll.turn_of, gives_up - time()):
                     if not poll.positions:
                         await poll.begin(lambda log, seq: self._sees_record(poll, log, seq))
                         self.counts["withheld"] += any(match.withholds for match in poll.matches.values())

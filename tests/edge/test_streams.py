@@ -30,7 +30,7 @@ from streamer.edge.streams import HttpStreams
 from tests.history.test_epochs_whole import FRONTIERS, START_MS, message
 from tests.history.world import HistoryWorld, publishes
 from uprotocol import uri as uris
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Sample
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import PollRequest, Sample
 from uprotocol.status import UStatusError
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 from uprotocol.v1.ucode_pb2 import UCode
@@ -536,6 +536,18 @@ async def test_epochs_come_whole_and_once_over_cuts(tmp_path: Path) -> None:
     finally:
         keeper.close()
         await world.finish()
+
+
+async def test_one_client_leaves_turns_at_the_history_for_others(world: World) -> None:
+    await world.publish(*map(str, range(50)))
+    done = list[str]()
+
+    async def read(who: UUri) -> None:
+        await world.service.read(who, PollRequest(topics=[A], earliest=True))
+        done.append(who.authority_name)
+
+    await asyncio.gather(*(read(CLIENT) for _ in range(100)), read(uris.uri("other", 0x8000, 1)))
+    assert done.index("other") < 50
 
 
 async def test_one_client_leaves_places_for_others(world: World) -> None:
