@@ -6,7 +6,7 @@ StreamClient: reads for itself up to its feed -> follows the feed -> Output: pie
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from typing import Final
 
 from aiohttp import web
@@ -21,7 +21,7 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-WRITE_BYTES_MAX: Final = 64 << 10  # at once, to one client
+WRITE_BYTES_MAX: Final = 64 << 10  # at once, to one client; an event is one piece of any size
 SHORT_WAIT_MS: Final = 1_000
 
 
@@ -57,11 +57,12 @@ class StreamClient:
         self._counts, self._feeds, self._reading, self._output = counts, feeds, reading, output
         self._query, self._caller = query, caller
 
-    async def run(self, before: ReaderState, first: Accepted) -> None:
-        """Write until the client goes. `first`: the answer to the first request, behind `before`. Raises
-        ConnectionError."""
-        await self._write(before, first)
-        if not first.records:  # an id without data is no event: a client shows it that is cut before the first one
+    async def run(self, before: ReaderState, first: list[Accepted]) -> None:
+        """Write until the client goes. `first`: the answer to the first request, behind `before`; it is taken out, so
+        that nobody keeps it for as long as the stream lives. Raises ConnectionError."""
+        has_records = bool(first[0].records)
+        await self._write(before, first.pop())
+        if not has_records:  # an id without data is no event: a client shows it that is cut before the first one
             await self._output.add(id_line(position_text(self._reading.state)) + b"\n")
             await self._output.flush()
         while True:
@@ -81,7 +82,7 @@ class StreamClient:
                     return
                 await asyncio.sleep(AGAIN_S)
             finally:
-                self._feeds.leave(feed)
+                self._feeds.leave(feed, self._caller)
             if feed.end is not None and feed.end.code != UCode.ABORTED:
                 return
 
@@ -92,7 +93,10 @@ class StreamClient:
             await self._write(before, await self._reading.next(0 if self._reading.has_more else SHORT_WAIT_MS))
 
     async def _write(self, before: ReaderState, accepted: Accepted) -> None:
-        for event in self._reading.events(before, accepted):
+        events = deque(self._reading.events(before, accepted))
+        del accepted  # it is as large as they are, and a client may take them slowly
+        while events:
+            event = events.popleft()
             await self._output.add(id_line(event.id) + event.lines)
             self._counts["gaps" if event.is_gap else "stream"] += 1
         await self._output.flush()

@@ -11,6 +11,7 @@ has clients. It ends when what its callers may read has changed; they look for a
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -21,6 +22,7 @@ from history.reading.acceptor import Accepted, Acceptor, Positions, ReaderState,
 from history.records import witness
 from streamer.edge.events import FORMATS, event_lines, gap_text
 from streamer.edge.positions import poll_of, position_text
+from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import PollRequest, PollResponse
 from uprotocol.encoded import Stamps
 from uprotocol.status import UStatusError
@@ -28,6 +30,9 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 KEPT_BYTES_MAX: Final = 512 << 10  # of the newest events of a feed
+ALL_KEPT_BYTES_MAX: Final = 64 << 20  # of all feeds together: with many of them each keeps less
+FEEDS_FREE: Final = 8  # of one caller of several, which read as fast as the log grows; more of them share a rate
+UNITS_PER_S: Final = 4_000  # that rate: records, and answers; encoding so many takes some third of a core
 READ_BYTES_MAX: Final = 64 << 10  # of records, in one answer for one client
 READ_RECORDS_MAX: Final = 500
 FEED_READ_BYTES_MAX: Final = 256 << 10
@@ -131,11 +136,40 @@ class HistoryReading:
             yield StreamEvent(record.incarnation, record.seq, dict(state.positions), position_text(state), lines)
 
 
+class SharedRate:
+    """How fast the feeds of one caller read: each as fast as it can, if they are few."""
+
+    def __init__(self) -> None:
+        self.feeds = 0
+        self._next = 0.0  # loop time
+
+    def pause_s(self, units: int) -> float:
+        """Returns how long a feed that has read so many records and answers waits before it reads again."""
+        if self.feeds <= FEEDS_FREE:
+            return 0.0
+        now = asyncio.get_running_loop().time()
+        self._next = max(self._next, now) + units / UNITS_PER_S
+        return self._next - now
+
+
+class KeptBytes:
+    """What all feeds keep, together."""
+
+    def __init__(self) -> None:
+        self.feeds = self.used = 0
+
+    def is_too_much(self, own: int, events: int) -> bool:
+        """Returns whether a feed with so many bytes and events drops its oldest one. It keeps one of any size, unless
+        all feeds together have too much."""
+        share = min(KEPT_BYTES_MAX, ALL_KEPT_BYTES_MAX // max(1, self.feeds))
+        return own > share and (events > 1 or self.used > ALL_KEPT_BYTES_MAX)
+
+
 class Feed:
     """Reads the newest records of `topics` as `caller`, while it has clients."""
 
-    def __init__(self, reading: HistoryReading, history: ReadableHistory, caller: UUri) -> None:
-        self._reading, self._history, self._caller = reading, history, caller
+    def __init__(self, reading: HistoryReading, history: ReadableHistory, caller: UUri, room: KeptBytes) -> None:
+        self._reading, self._history, self._caller, self._room = reading, history, caller, room
         self._sight = history.sight_key(caller)
         self._kept: list[StreamEvent] = []
         self._bytes = 0
@@ -144,13 +178,15 @@ class Feed:
         self.exact_from = 0  # the ids of earlier events call logs idle of which a client has read a record
         self._is_ready = asyncio.Event()
         self._moved = asyncio.Event()
-        self.clients = 0
+        self.key: Hashable = None  # under which it is found
+        self.clients: Counter[str] = Counter()  # by caller
+        self.rates: dict[str, SharedRate] = {}  # of those callers, where there are several
         self.newest_id = ""  # the position up to which it has read
         self.end: UStatusError | None = None  # why it has ended
         self._task = asyncio.create_task(self._run(), name="feed of HTTP clients")
 
     def __repr__(self) -> str:
-        return f"Feed(clients={self.clients}, kept={len(self._kept)}, end={self.end})"
+        return f"Feed(clients={self.clients.total()}, kept={len(self._kept)}, end={self.end})"
 
     @property
     def newest(self) -> ReaderState:
@@ -181,8 +217,10 @@ class Feed:
             self.newest_id = position_text(self.newest)
             self._is_ready.set()
             while True:
-                await self._read()
+                units = await self._read()
                 self._wake()
+                if self.rates and (pause_s := min(one.pause_s(units) for one in self.rates.values())):
+                    await asyncio.sleep(pause_s)
         except UStatusError as error:
             self.end = error
         except Exception as error:
@@ -190,10 +228,12 @@ class Feed:
             self.end = UStatusError(UCode.INTERNAL, f"the feed failed: {error!r}")
         finally:
             self.end = self.end or UStatusError(UCode.CANCELLED, "the edge stops")
+            self._room.used -= self._bytes
             self._is_ready.set()
             self._wake()
 
-    async def _read(self) -> None:
+    async def _read(self) -> int:
+        """Returns how many records and answers it has read."""
         before = self.newest.copy()
         try:
             accepted = await self._reading.next(WAIT_MS, FEED_READ_BYTES_MAX, FEED_READ_RECORDS_MAX)
@@ -201,21 +241,24 @@ class Feed:
             if error.code not in AGAIN:
                 raise
             await asyncio.sleep(AGAIN_S)
-            return
+            return 0
         if self._history.sight_key(self._caller) != self._sight:
             raise UStatusError(UCode.ABORTED, "what its callers may read has changed")
         before.idle &= self.newest.idle  # a client may have come meanwhile
         for event in self._reading.events(before, accepted):
             self._kept.append(event)
             self._bytes += event.size
+            self._room.used += event.size
         oldest = 0
-        while self._bytes > KEPT_BYTES_MAX and oldest < len(self._kept) - 1:
+        while self._room.is_too_much(self._bytes, len(self._kept) - oldest):
             self._bytes -= self._kept[oldest].size
+            self._room.used -= self._kept[oldest].size
             self._before_first = self._kept[oldest].position
             oldest += 1
         del self._kept[:oldest]
         self._first += oldest
         self.newest_id = position_text(self.newest)
+        return 1 + len(accepted.records)
 
     def _wake(self) -> None:
         moved, self._moved = self._moved, asyncio.Event()
@@ -246,9 +289,12 @@ class Feed:
 class Feeds:
     """The feeds of all clients, by what they read."""
 
-    def __init__(self, history: ReadableHistory) -> None:
-        self._history = history
+    def __init__(self, history: ReadableHistory, *, has_callers: bool = False) -> None:
+        """`has_callers`: tokens tell clients apart, and no caller's many feeds may slow down those of others."""
+        self._history, self._has_callers = history, has_callers
         self._feeds: dict[Hashable, Feed] = {}
+        self._room = KeptBytes()
+        self._rates: dict[str, SharedRate] = {}
 
     def __len__(self) -> int:
         return len(self._feeds)
@@ -263,21 +309,38 @@ class Feeds:
         key = (self._history.sight_key(caller), own, names, format)
         feed = self._feeds.get(key)
         if feed is None or feed.end is not None:
-            feed = self._feeds[key] = Feed(self.reading(caller, topics, format), self._history, caller)
-        feed.clients += 1
+            feed = self._feeds[key] = Feed(self.reading(caller, topics, format), self._history, caller, self._room)
+            feed.key = key
+            self._room.feeds = len(self._feeds)
+        self._enter(feed, uris.format(caller))
         try:
             await feed.ready()
         except BaseException:
-            self.leave(feed)
+            self.leave(feed, caller)
             raise
         return feed
 
-    def leave(self, feed: Feed) -> None:
-        feed.clients -= 1
+    def _enter(self, feed: Feed, name: str) -> None:
+        feed.clients[name] += 1
+        if self._has_callers and name not in feed.rates:
+            rate = feed.rates[name] = self._rates.setdefault(name, SharedRate())
+            rate.feeds += 1
+
+    def leave(self, feed: Feed, caller: UUri) -> None:
+        name = uris.format(caller)
+        feed.clients[name] -= 1
+        if feed.clients[name]:
+            return
+        del feed.clients[name]
+        if (rate := feed.rates.pop(name, None)) is not None:
+            rate.feeds -= 1
+            if not rate.feeds:
+                del self._rates[name]
         if not feed.clients:
             feed.stop()
-            for key in [key for key, one in self._feeds.items() if one is feed]:
-                del self._feeds[key]
+            if self._feeds.get(feed.key) is feed:
+                del self._feeds[feed.key]
+            self._room.feeds = len(self._feeds)
 
     def close(self) -> None:
         for feed in self._feeds.values():

@@ -33,6 +33,8 @@ LOG_S: Final = 60.0  # between two log lines of one kind; counters count all
 BACKLOG: Final = 512  # connections that the system accepts for us: a restart brings all clients back at once
 SERVER: Final = "up-streamer"
 ACCEPTED_AT_ONCE: Final = 16  # ... and that we take in one turn of the loop; one too many is closed some turns later
+USUAL_BYTES: Final = 256 << 10  # that wait for a client, at most, unless an event is larger than that
+UNSENT_BYTES_MAX: Final = 64 << 20  # beyond the usual ones, of all connections of a port
 HEAD_END: Final = b"\r\n\r\n"
 
 T = TypeVar("T")
@@ -65,6 +67,8 @@ class Lines:
         self.refused = Counter[str]() if refused is None else refused
         self._open: dict[Line, None] = {}  # oldest first
         self._idle: dict[Line, None] = {}  # without a request; idle for longest first
+        self._unsent: dict[Line, int] = {}  # bytes beyond USUAL_BYTES; for longest first
+        self._unsent_bytes = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -90,9 +94,22 @@ class Lines:
         if line in self._open:
             self._idle[line] = None
 
+    def unsent(self, line: Line, size: int) -> None:
+        """It has more to send than its client takes. If that is too much of all lines together, those are closed that
+        have it for longest: an event may be as large as a message."""
+        self._unsent[line] = size
+        self._unsent_bytes += size
+        while self._unsent_bytes > UNSENT_BYTES_MAX and len(self._unsent) > 1:
+            self.refused["slow reader"] += 1
+            next(iter(self._unsent)).abort()
+
+    def sent(self, line: Line) -> None:
+        self._unsent_bytes -= self._unsent.pop(line, 0)
+
     def remove(self, line: Line) -> None:
         self._open.pop(line, None)
         self._idle.pop(line, None)
+        self.sent(line)
 
     def abort_idle(self) -> None:
         for line in list(self._idle):
@@ -242,11 +259,14 @@ class Line(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._http.pause_writing()
+        if (large := self._unsent() - USUAL_BYTES) > 0:
+            self._lines.unsent(self, large)
         if self._lines.limits.send_s is not None:
             self._look_at_sending(None)
 
     def resume_writing(self) -> None:
         self._http.resume_writing()
+        self._lines.sent(self)
         if self._sending is not None:
             self._sending.cancel()
 

@@ -63,7 +63,7 @@ class HttpStreams:
         self, history: ReadableHistory, callers: CallersOfStreams, section: HttpSection, places: Places
     ) -> None:
         self._history, self._callers, self._section, self._places = history, callers, section, places
-        self._feeds = Feeds(history)
+        self._feeds = Feeds(history, has_callers=section.tokens_file is not None)
         self._epoch_clients, self._log = 0, SeldomLog()
 
     def __repr__(self) -> str:
@@ -150,10 +150,10 @@ class HttpStreams:
             since = StreamStart.of(query.since)
             reading = self._feeds.reading(caller, query.topics, query.format)
             reading.begin(since.state, since.start)
-            accepted = await reading.next()  # before the answer begins: a refusal is not a stream
+            first = [await reading.next()]  # before the answer begins: a refusal is not a stream
             async with self._output(request) as (output, response):
                 client = StreamClient(self._places.events, self._feeds, reading, output, query, caller)
-                await client.run(since.state, accepted)
+                await client.run(since.state, first)
             return response
 
     @contextlib.asynccontextmanager

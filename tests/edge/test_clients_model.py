@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from history.reading.acceptor import ReaderState
 from history.service.service import HistoryService
 from streamer.edge import feeds
 from streamer.edge.clients import Output, StreamClient
-from streamer.edge.feeds import Feeds
+from streamer.edge.feeds import Feeds, KeptBytes, SharedRate
 from streamer.edge.positions import StreamStart, position_text
 from streamer.edge.query import Query
 from tests.history.world import HistoryWorld, publishes, virtually
@@ -86,7 +87,7 @@ class Phone:
             self._take(response.data.decode())
 
     async def _read(self, client: StreamClient, before: ReaderState, reading: feeds.HistoryReading) -> None:
-        await client.run(before, await reading.next())
+        await client.run(before, [await reading.next()])
 
     def _take(self, text: str) -> None:
         for block in text.split("\n\n"):
@@ -97,11 +98,11 @@ class Phone:
                 self.found.append(lines["data"].split('"text":"')[1].split('"')[0])
 
 
-async def _play(seed: int, kept: int) -> None:
+async def _play(seed: int, kept: int, *, has_callers: bool) -> None:
     rng, world = random.Random(seed), HistoryWorld()
     logs = [await Log.open(None, name=name) for name in ("durable", "volatile")]
     await world.open(*logs)
-    shared = Feeds(SlowHistory(world.service, rng))
+    shared = Feeds(SlowHistory(world.service, rng), has_callers=has_callers)
     phones = [Phone(world, shared, rng) for _ in range(3)]
     tasks = [asyncio.create_task(phone.run()) for phone in phones]
     sent: dict[int, list[str]] = {0: [], 1: []}
@@ -130,10 +131,35 @@ async def _play(seed: int, kept: int) -> None:
 
 
 @settings(deadline=None)
-@given(seed=st.integers(0, 1 << 30), kept=st.sampled_from([300, 2_000, 1 << 20]))
-def test_each_record_once_and_in_order(seed: int, kept: int) -> None:
-    before, feeds.KEPT_BYTES_MAX = feeds.KEPT_BYTES_MAX, kept  # type: ignore[misc]
-    try:
-        virtually(_play(seed, kept), seed)
-    finally:
-        feeds.KEPT_BYTES_MAX = before  # type: ignore[misc]
+@given(
+    seed=st.integers(0, 1 << 30),
+    kept=st.sampled_from([300, 2_000, 1 << 20]),
+    all_kept=st.sampled_from([0, 1_000, 1 << 20]),
+    units_per_s=st.sampled_from([0.5, 10.0, None]),
+)
+def test_each_record_once_and_in_order(seed: int, kept: int, all_kept: int, units_per_s: float | None) -> None:
+    """`units_per_s`: of each caller; None: they are not told apart."""
+    changed = {"KEPT_BYTES_MAX": kept, "ALL_KEPT_BYTES_MAX": all_kept, "FEEDS_FREE": 0, "UNITS_PER_S": units_per_s or 1}
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in changed.items():
+            patched.setattr(feeds, name, value)
+        virtually(_play(seed, kept, has_callers=units_per_s is not None), seed)
+
+
+async def test_many_feeds_of_one_caller_share_a_rate() -> None:
+    few, many = SharedRate(), SharedRate()
+    few.feeds, many.feeds = feeds.FEEDS_FREE, feeds.FEEDS_FREE + 1
+    assert few.pause_s(1_000_000) == 0
+    pauses = [many.pause_s(feeds.UNITS_PER_S) for _ in range(3)]
+    assert pauses == pytest.approx([1, 2, 3], abs=0.1)
+
+
+def test_all_feeds_together_keep_a_bounded_amount() -> None:
+    room = KeptBytes()
+    room.feeds = 1
+    assert not room.is_too_much(feeds.KEPT_BYTES_MAX, 2)
+    assert room.is_too_much(feeds.KEPT_BYTES_MAX + 1, 2)
+    assert not room.is_too_much(10 * feeds.KEPT_BYTES_MAX, 1), "one event of any size"
+    room.feeds, room.used = 1_000, feeds.ALL_KEPT_BYTES_MAX + 1
+    assert not room.is_too_much(feeds.ALL_KEPT_BYTES_MAX // 1_000, 2)
+    assert room.is_too_much(feeds.ALL_KEPT_BYTES_MAX // 1_000 + 1, 1), "not even one, if all have too much"

@@ -19,6 +19,7 @@ from structlog.testing import capture_logs
 from yarl import URL
 
 from streamer.config.edge import GripSection, HttpSection
+from streamer.edge import lines
 from streamer.edge import server as servers
 from streamer.edge.callers import Callers
 from streamer.edge.lines import ACCEPTED_AT_ONCE, break_off
@@ -284,6 +285,31 @@ async def test_a_body_is_bounded_in_bytes_and_time(
     edge = await serve(proxied=proxied)
     assert await edge.ask(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\nabc") == b""
     assert edge.places.refused["slow body"] == 1
+
+
+async def test_large_answers_that_nobody_takes_are_bounded_all_together(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those are closed that wait for longest; who has a usual amount to take is not, nor the last one."""
+    monkeypatch.setattr(lines, "UNSENT_BYTES_MAX", 10 << 20)
+    sizes = iter([100_000, *[30 << 20] * 4])
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"x" * next(sizes))
+        return response
+
+    edge, readers = await serve(stream), []
+    for closed in (0, 0, 1, 2, 3):
+        reader, writer = await asyncio.open_connection("127.0.0.1", edge.port, limit=1_000)
+        readers.append((reader, writer))
+        writer.write(b"GET /stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await edge.until_refused("slow reader", closed)
+        await asyncio.sleep(0.2)
+        assert edge.places.refused["slow reader"] == closed
+    for _, writer in readers:
+        writer.transport.abort()
 
 
 async def test_bodies_are_bounded_all_together(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
