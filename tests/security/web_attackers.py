@@ -592,7 +592,7 @@ def web_headers(at: Places) -> Reported:
         b'Grip-Hold: stream\r\nGrip-Channel: honest; prev-id="a\\\r\nX-Injected: 1"',
         b"Grip-Hold: stream\r\nGrip-Channel: " + b", ".join(b"c%d" % one for one in range(300)),
         b"Grip-Hold: stream\r\nGrip-Channel: honest; prev-id=1\r\nGrip-Link: <http://[bad>; rel=next",
-        b"Grip-Hold: stream\r\nGrip-Channel: honest; prev-id=1\r\nGrip-Link: <http://evil.example/>; rel=next; timeout=0",
+        b"Grip-Hold: stream\r\nGrip-Channel: honest; prev-id=1\r\nGrip-Link: <http://evil.example/>;rel=next;timeout=0",
         b"Grip-Hold: response\r\nGrip-Channel: honest\r\nGrip-Timeout: 0",
         b"Grip-Link: </hostile/again>; rel=next",
         b"Grip-Hold: stream\r\nGrip-Channel: honest\r\nGrip-Keep-Alive: \\x0d\\x0aX; format=cstring; timeout=0",
