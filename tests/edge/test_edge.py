@@ -100,6 +100,46 @@ def test_without_an_edge_nothing_of_it_is_imported() -> None:
     assert done.stdout == "\n"
 
 
+RUNNING = """
+import asyncio, os, sys
+from pathlib import Path
+from streamer.app import Streamer
+from streamer.config import load
+
+def ports():
+    names = [f"/proc/self/fd/{one}" for one in os.listdir("/proc/self/fd")]
+    own = {os.readlink(name) for name in names if os.path.lexists(name)}
+    tables = [Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    found = [line.split() for table in tables for line in table]
+    return [one[1] for one in found if one[3] == "0A" and f"socket:[{one[9]}]" in own]
+
+async def main():
+    streamer = await Streamer.create(load(Path(sys.argv[1])))
+    running = asyncio.create_task(streamer.run())
+    await streamer.ready.wait()
+    print(sorted({"aiohttp", "aiohttp_sse", "jwt"} & set(sys.modules)), len(ports()))
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+asyncio.run(main())
+"""
+ENDPOINT = '[[endpoint]]\nname = "cloud"\ntransport = "local"\nauthorities = ["cloud"]\n'
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("more", "expected"), [("", "[] 0\n"), (LISTEN + PUBLISH, "['aiohttp', 'aiohttp_sse', 'jwt'] 2\n")]
+)
+def test_a_gateway_without_an_edge_imports_nothing_of_it_and_opens_no_port(
+    tmp_path: Path, more: str, expected: str
+) -> None:
+    config = tmp_path / "gateway.toml"
+    config.write_text(f'[streamer]\ndata_dir = "{tmp_path}"\n{more}{ENDPOINT}')
+    command = [sys.executable, "-c", RUNNING, str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert expected in done.stdout.splitlines(keepends=True), done.stdout + done.stderr
+
+
 async def test_a_port_that_is_taken_ends_the_start(make_world: MakeWorld) -> None:
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = taken.sockets[0].getsockname()[1]

@@ -32,7 +32,7 @@ SCENES = list(dict.fromkeys(attack.scene for attack in ATTACKS))
 SHORT = sorted(
     (attack for attack in ATTACKS if attack.short is not None), key=lambda attack: SCENES.index(attack.scene)
 )
-QUICK = ("malformed-zenoh", "polls", "publish-50mb")  # one of each kind: bytes, requests, floods
+QUICK = ("malformed-zenoh", "polls", "publish-50mb", "web-feeds")  # one of each kind: bytes, requests, floods
 LAST = {attack.scene: attack.name for attack in SHORT}  # the gateway is restarted after it
 
 
