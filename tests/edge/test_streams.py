@@ -456,7 +456,7 @@ async def test_the_edge_ends_its_streams_when_it_stops(world: World) -> None:
         (b'{"a": NaN}', "JSON", ("payload", "eyJhIjogTmFOfQ==")),
         (b"1e999", "JSON", ("payload", "MWU5OTk=")),
         (b'"\\ud800"', "JSON", ("json", "\ud800")),
-        (b"[" * 3_000 + b"]" * 3_000, "JSON", ("payload", None)),
+        (b"[" * 200_000 + b"]" * 200_000, "JSON", ("payload", None)),
         (b"\xff\x00", "TEXT", ("payload", "/wA=")),
         (b"\x01\x02", "SOMEIP", ("payload", "AQI=")),
     ],

@@ -171,6 +171,7 @@ def test_a_key_that_cant_be_used(tmp_path: Path, content: bytes | None, why: str
         Signer(tmp_path / "key", "edge")
 
 
+@pytest.mark.filterwarnings("ignore:datetime.datetime.utcnow:DeprecationWarning")  # of gripcontrol, from Python 3.12 on
 async def test_a_grip_sig_is_made_for_some_minutes_and_is_what_gripcontrol_expects(key_file: Path) -> None:
     now_ms = int(time.time() * 1_000)
     signer = Signer(key_file, "edge", lambda: now_ms)
