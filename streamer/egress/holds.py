@@ -466,7 +466,6 @@ class AddressHolds(dict[str, AddressHold]):
         """Have `item` wait in `hold`."""
         self.passed(hold, item[0])
         hold.streams.add(item[2])
-        hold.tried = min(hold.tried, item[0])
         if hold.head is None and hold.records > 1 and item[0] - 1 > hold.after:
             return  # the first message is not in memory
         if hold.head is None or item[0] < hold.head[0]:
@@ -481,6 +480,7 @@ class AddressHolds(dict[str, AddressHold]):
         if hold.is_over:
             return  # it was merged into a unit whose position is not later than its own
         hold.records += 1
+        hold.tried = min(hold.tried, seq)
         if seq <= hold.after:
             hold.after = seq - 1
             self.forget_head(hold)
