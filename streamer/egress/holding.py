@@ -96,13 +96,14 @@ class Holding:
                     catch_up.was_taken(hold, item)
             for item, _ in dead:
                 catch_up.skip_trial(item)
-        for item, status, kind in self._hold(held):
+        for item, status, kind in self._hold(held, [item for item, _ in again]):
             if kind == "refused":
                 dead.append((item, status))
             else:
                 self._peer.dropped["nobody_listens"] += 1
         if self.fresh:
             self._try_fresh(settled.sent)
+        again = self._without_those_behind(again)
         if settled.sent and again and catch_up.is_under_way:
             again = self._hold_what_is_stuck(again)
         return Settled(settled.sent, again, dead)
@@ -117,11 +118,22 @@ class Holding:
                 held.append((item, status, "refused"))
             else:
                 again.append((item, status))
-        return again + [(item, status) for item, status, _ in self._hold(held)]
+        return again + [(item, status) for item, status, _ in self._hold(held, [item for item, _ in again])]
 
-    def _hold(self, held: Sequence[Refused]) -> list[Refused]:
+    def _without_those_behind(self, again: list[tuple[QueuedRecord, UStatus]]) -> list[tuple[QueuedRecord, UStatus]]:
+        """Have messages that failed wait in the hold of their address, if it is held meanwhile: in the queue they would
+        be behind its position. Returns the others."""
+        others = list[tuple[QueuedRecord, UStatus]]()
+        for item, status in again:
+            if (hold := self._hold_of(item)) is None:
+                others.append((item, status))
+            else:
+                self._address_holds.wait_behind(hold, item)
+        return others
+
+    def _hold(self, held: Sequence[Refused], again: Sequence[QueuedRecord]) -> list[Refused]:
         """Hold these, and behind them the queued messages for their addresses. Returns those that can't be held
-        because too many addresses are."""
+        because too many addresses are. `again`: messages that have failed, and are not in the queue."""
         beyond = list[Refused]()
         if not held:
             return beyond
@@ -150,7 +162,7 @@ class Holding:
             self._plans.by_stream.pop(stream, None)
         self._wait_behind(streams)
         if first:
-            self._move_returning(first, [item for item, *_ in held])
+            self._move_returning(first, [*(item for item, *_ in held), *again])
         self.fresh |= holds
         self._fresh_until = self._sender.begun
         return beyond
@@ -161,10 +173,10 @@ class Holding:
             if (hold := self._hold_of(item)) is not None:
                 self._address_holds.wait_behind(hold, item)
 
-    def _move_returning(self, first: dict[AddressHold, int], held: Sequence[QueuedRecord]) -> None:
+    def _move_returning(self, first: dict[AddressHold, int], unsent: Sequence[QueuedRecord]) -> None:
         """Move holds that were refused again while they were read back. Everything before the first message that waits
         was taken; nothing after the position of the reading back was read."""
-        for item in (*held, *self._sender.in_flight):
+        for item in (*unsent, *self._sender.waiting, *self._sender.in_flight):
             hold = self._address_holds.of(*self._peer.addressed(item[1]))
             if hold in first:
                 first[hold] = min(first[hold], item[0])
