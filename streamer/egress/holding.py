@@ -269,9 +269,9 @@ class Holding:
         unsent = self._aside.take_out(lambda item: item[2] in publishes)
         for item in unsent:
             self._catch_up.withdraw_trial(item)
-        # for records of a hold that are tried or read back, the hold's position counts
-        first = () if self._catch_up.is_under_way else [item[0] for item in unsent if self._hold_of(item) is None]
         self._owe()
+        # for records of a hold that are tried or read back, the position from which they are owed counts
+        first = [seq for seq, _, stream in unsent if seq <= self._owed.get(stream, seq)]
         self._plans.is_followed = True
         self._plans.by_stream.clear()
         return min([self._plans.read, *(seq - 1 for seq in first)])
