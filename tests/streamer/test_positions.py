@@ -1,0 +1,254 @@
+"""Whatever happens to a pump: each record that has not left is behind a position that a restart begins at."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from history.log.log import Log
+from streamer.egress import catch_up, holds
+from streamer.egress.holds import CURSOR_PREFIX, HELD_PREFIX, OWED_PREFIX, PARKED_PREFIX
+from streamer.egress.paused import Paused
+from streamer.egress.pump import Pump
+from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.walk.flow import Flow
+from streamer.walk.view import Rule, Rules, View
+from transports.base import stopped
+from uprotocol import uri as uris
+from uprotocol.encoded import EncodedMessage
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.pacing import Backoff
+from uprotocol.status import OK, nobody_listens
+from uprotocol.transport import Capability
+from uprotocol.v1.uattributes_pb2 import UPayloadFormat, UPriority
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
+from usubscription_client.interest import Want
+
+TOPICS = [uris.parse(f"//vehicle1/8001/1/{resource:X}") for resource in range(0x8001, 0x8005)]
+PRIORITIES = [UPriority.UPRIORITY_CS1, UPriority.UPRIORITY_CS5]
+TEXT = UPayloadFormat.UPAYLOAD_FORMAT_TEXT
+ANSWERS = {
+    "refused": UStatus(code=UCode.PERMISSION_DENIED, message="no"),
+    "silent": nobody_listens("nobody listens"),
+    "stuck": UStatus(code=UCode.UNAVAILABLE, message="this stream fails, and others do not"),
+}
+
+
+class Network:
+    """By chance it is away, or a single message fails; answers messages of some topics as `answers` says."""
+
+    connected = True
+    capabilities = Capability.PUBLISH_WITHOUT_SINK
+
+    def __init__(self, draw: random.Random, away: float, *, is_far: bool) -> None:
+        self._draw, self.away, self.in_flight_messages = draw, away, 100 if is_far else 0
+        self._topics_per_address = draw.choice((1, 2))
+        self.answers: dict[str, UStatus] = {}
+        self.taken = set[bytes]()
+        self.check: Callable[[], None] = lambda: None
+
+    def address_of(self, source: UUri, sink: UUri | None) -> str:
+        return str(source.resource_id // self._topics_per_address)
+
+    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        statuses: list[UStatus] = []
+        for message in messages:
+            if self._draw.random() < self.away:
+                break
+            answer = self.answers.get(self.address_of(message.attributes.source, None), OK)
+            statuses.append(ANSWERS["stuck"] if self._draw.random() < self.away else answer)
+            if not statuses[-1].code:
+                self.taken.add(message.payload)
+        if len(statuses) < len(messages):
+            stopped(statuses, len(messages), UStatus(code=UCode.UNAVAILABLE, message="away"))
+        self.check()
+        for _ in range(self._draw.randrange(5)):
+            await asyncio.sleep(0)
+        self.check()
+        return statuses
+
+
+class Interest:
+    """The cloud wants everything; of `unknown` topics this is known later."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.unknown = set[str]()
+        self._callbacks: list[Callable[[Any], None]] = []
+
+    def on_change(self, callback: Callable[[Any], None]) -> None:
+        self._callbacks.append(callback)
+
+    def know(self, topic: UUri) -> None:
+        self.unknown.discard(uris.format(topic))
+        self.version += 1
+        for callback in self._callbacks:
+            callback(None)
+
+    def changed_since(self, version: int) -> None:
+        return None
+
+    def undecided(self, topic: UUri) -> Sequence[str]:
+        return ("cloud",) if uris.format(topic) in self.unknown else ()
+
+    def wants(self, topic: UUri) -> dict[str, Want]:
+        return {} if uris.format(topic) in self.unknown else {"cloud": Want()}
+
+
+@pytest.mark.spec("local~disp-no-discard")
+@given(
+    seed=st.integers(0, 1 << 30),
+    away=st.sampled_from([0.0, 0.02, 0.2]),
+    is_far=st.booleans(),
+    hands_over=st.booleans(),
+)
+def test_a_record_that_has_not_left_is_behind_a_position_that_is_kept(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, away: float, is_far: bool, hands_over: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("RETRY_S_MIN", 0.002), ("RETRY_S_MAX", 0.01), ("YOUNG_S", 0.02)):
+            patch.setattr(holds, name, value)
+        patch.setattr(catch_up, "GATHER_S", 0.002)
+        patch.setattr(catch_up, "TRY_EVERY_S", 0.001)
+        draw = random.Random(seed)
+        network = Network(draw, away, is_far=is_far)
+        asyncio.run(_Run(tmp_path_factory.mktemp("positions"), draw, network).run(hands_over))
+
+
+class _Run:
+    def __init__(self, folder: Path, draw: random.Random, network: Network) -> None:
+        self._folder, self._draw, self._network = folder, draw, network
+        self._sent: list[tuple[int, UMessage]] = []  # with the stream's id; the first has seq 1
+        self._letters = set[bytes]()
+        self._followed: int | None = None  # the seq after which a follower reads the publishes
+        self.faults: list[str] = []
+
+    async def run(self, hands_over: bool) -> None:
+        draw, network, self._log = self._draw, self._network, await Log.open(None, name="durable")
+        self._log.durable = True
+        peer = Endpoint("net", ["cloud"], network)  # type: ignore[arg-type]
+        vehicle = Endpoint("vehicle", ["vehicle1"], SimpleNamespace())  # type: ignore[arg-type]
+        endpoints, rules, self._interest = Endpoints([vehicle, peer]), Rules(), Interest()
+        rules.add(Rule("vehicle", "net"))
+        unsynced: Any = SimpleNamespace(replace_text=lambda path, text: path.write_text(text))
+        self._paused = Paused(self._folder / "paused.json", endpoints, "vehicle1", unsynced)
+        view = View(endpoints, rules, self._interest, [self._log], self._paused)  # type: ignore[arg-type]
+        letters: Any = SimpleNamespace(add=lambda message, *_: self._letters.add(message.payload))
+        self._interest.unknown = {uris.format(topic) for topic in draw.sample(TOPICS, draw.randrange(3))}
+        network.check = self._check
+
+        def started() -> tuple[Pump, asyncio.Task[None]]:
+            pump = Pump(peer, self._log, view, letters, Backoff(1, 1), Flow(), self._paused)
+            pump.begin()
+            return pump, asyncio.create_task(pump.run())
+
+        pump, running = started()
+        for _ in range(draw.randrange(5, 40)):
+            match draw.randrange(9):
+                case 0 if self._followed is None:
+                    await self._paused.pause(draw.choice(TOPICS), "net")
+                case 1 if len(self._paused):
+                    pause = draw.choice(sorted(self._paused))
+                    await self._paused.resume(uris.parse(pause.topic), pause.peer)
+                case 2 | 3:
+                    address = network.address_of(draw.choice(TOPICS), None)
+                    network.answers[address] = draw.choice([OK, *ANSWERS.values()])
+                    pump.address_holds.try_all()
+                    pump.wake()
+                case 4:
+                    await asyncio.sleep(draw.random() * 0.02)
+                case 5:
+                    self._interest.know(draw.choice(TOPICS))
+                    pump.interest_changed(None)
+                case 6 if self._followed is None and draw.random() < 0.3:
+                    running.cancel()
+                    await asyncio.gather(running, return_exceptions=True)
+                    pump.close()
+                    self._check()
+                    pump, running = started()
+                case 7 if hands_over and not len(self._paused):
+                    await self._hand_over(pump)
+                case _:
+                    await self._append()
+            self._check()
+        await self._heal(pump)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await self._log.close()
+        assert not self.faults
+
+    async def _append(self) -> None:
+        draw = self._draw
+        batch = [
+            UMessageBuilder.publish(draw.choice(TOPICS))
+            .with_priority(draw.choice(PRIORITIES))
+            .build_from_upayload(UPayload(b"%d" % (len(self._sent) + number), TEXT))
+            for number in range(draw.randrange(1, 12))
+        ]
+        streams = [self._log.stream_id(message.attributes.source, None) for message in batch]
+        self._sent += zip(streams, batch, strict=True)
+        await self._log.append(streams, list(map(EncodedMessage.of, batch)))
+
+    async def _hand_over(self, pump: Pump) -> None:
+        if self._followed is None:
+
+            def stop() -> int:
+                self._followed = pump.holding.stop_publishes()
+                return self._followed
+
+            await pump.between_batches(stop)
+        else:
+            seq = self._followed
+
+            def resume() -> int:
+                read = pump.holding.resume_publishes(seq, 0)
+                self._followed = None
+                return read
+
+            await pump.between_batches(resume)
+
+    async def _heal(self, pump: Pump) -> None:
+        self._network.away = 0.0
+        self._network.answers.clear()
+        for topic in TOPICS:
+            self._interest.know(topic)
+        pump.interest_changed(None)
+        for pause in list(self._paused):
+            await self._paused.resume(uris.parse(pause.topic), pause.peer)
+        if self._followed is not None:
+            await self._hand_over(pump)
+        pump.address_holds.try_all()
+        pump.wake()
+        done = self._network.taken | self._letters
+        async with asyncio.timeout(20):
+            while any(message.payload not in done for _, message in self._sent):
+                assert not self.faults
+                await asyncio.sleep(0.002)
+                done = self._network.taken | self._letters
+
+    def _check(self) -> None:
+        rows = {name: cursor.seq for name, cursor in self._log.cursors.all().items()}
+        done = self._network.taken | self._letters
+        for seq, (stream, message) in enumerate(self._sent, 1):
+            if message.payload in done:
+                continue
+            address = self._network.address_of(message.attributes.source, None)
+            kept = [rows.get(f"{HELD_PREFIX}net:{kind}={address}") for kind in "ru"]
+            kept.append(rows.get(f"{PARKED_PREFIX}net:{stream}"))
+            if self._followed is None:
+                kept.append(rows[CURSOR_PREFIX + "net"])
+            else:
+                kept += [self._followed, rows.get(f"{OWED_PREFIX}net:{stream}")]
+            if not any(row is not None and row < seq for row in kept):
+                self.faults.append(f"nothing keeps record {seq} of stream {stream}: {rows}, followed {self._followed}")
