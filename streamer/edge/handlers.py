@@ -60,7 +60,7 @@ def handlers_of(
     if config.grip.publish is not None:
         file = config.grip.publish_key_file
         key = None if file is None else PublisherKey(file)
-        publish = PublishHandler(channels.publish, key, config.limits.message_bytes_max)
+        publish = PublishHandler(channels.publish, key, config.limits.message_bytes_max, places.refused)
         made = made._replace(publish=publish.post)
         if key is not None:
             made = made._replace(opening=[key.get], conditions=[*made.conditions, key.conditions])

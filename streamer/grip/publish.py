@@ -7,11 +7,14 @@ request -> JWT (401) -> JSON? (415) -> items (400) -> Channels -> 200 "Published
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
+import structlog
 from aiohttp import web
 
+from streamer.edge.lines import SeldomLog
 from streamer.grip.items import Item, read_items
 from streamer.grip.signatures import PublisherKey
 from uprotocol.status import UStatusError
@@ -30,6 +33,8 @@ _STATUSES: Final = {
     UCode.UNAVAILABLE: 503,
 }
 
+log = structlog.get_logger()
+
 TakeItems = Callable[[Sequence[Item]], Awaitable[None]]
 
 
@@ -37,9 +42,16 @@ class PublishHandler:
     """`publish`: takes the items, and returns once they are committed. `key`: None, if publishers need no JWT."""
 
     def __init__(
-        self, publish: TakeItems, key: PublisherKey | None, content_bytes_max: int = MESSAGE_BYTES_MAX
+        self,
+        publish: TakeItems,
+        key: PublisherKey | None,
+        content_bytes_max: int = MESSAGE_BYTES_MAX,
+        refused: Counter[str] | None = None,
     ) -> None:
+        """`refused` counts by reason."""
         self._publish, self._key, self._content_bytes_max = publish, key, content_bytes_max
+        self._refused = Counter[str]() if refused is None else refused
+        self._log = SeldomLog()
 
     async def post(self, request: web.Request) -> web.StreamResponse:
         """Returns the answer. The server limits the body."""
@@ -47,12 +59,19 @@ class PublishHandler:
             if self._key is not None:
                 await self._key.check(request.headers.get("Authorization"))
             if request.content_type != "application/json":
-                return _answer(415, f"expected Content-Type: application/json, got {request.content_type}")
+                return self._refuse(415, f"expected Content-Type: application/json, got {request.content_type}")
             items = await self._read(await request.read())
             await self._publish(items)
         except UStatusError as error:
-            return _answer(_STATUSES.get(error.code, 500), error.message)
+            return self._refuse(_STATUSES.get(error.code, 500), error.message)
         return _answer(200, "Published")
+
+    def _refuse(self, status: int, why: str) -> web.Response:
+        """Many publishers do not look at the answer: somebody else has to see it."""
+        self._refused["publisher"] += 1
+        if self._log.is_due(status):
+            log.warning("a publisher is refused: its items are lost if it does not repeat them", status=status, why=why)
+        return _answer(status, why)
 
     async def _read(self, body: bytes) -> list[Item]:
         if len(body) <= BODY_BYTES_AT_ONCE:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jwt
 import pytest
+import structlog
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 from gripcontrol import GripPubControl, HttpResponseFormat, HttpStreamFormat, parse_grip_uri, validate_sig
@@ -192,7 +193,12 @@ async def test_a_grip_sig_is_made_for_some_minutes_and_is_what_gripcontrol_expec
 async def test_a_streamer_serves_publishers_at_an_address_of_their_own(make_world: Any, key_file: Path) -> None:
     world = await make_world(NETWORKS, more=grip().replace("[grip]\n", f"[grip]\npublish_key_file = '{key_file}'\n"))
     url = f"http://127.0.0.1:{world.streamer.edge.publish_port}"
-    assert (await post(url))[0] == 401
+    with structlog.testing.capture_logs() as logs:
+        assert [(await post(url))[0] for _ in range(3)] == [401, 401, 401]
+    ((event, why),) = [(one["event"], one["why"]) for one in logs if "status" in one]
+    assert event == "a publisher is refused: its items are lost if it does not repeat them"
+    assert why == "expected Authorization: Bearer, and a JWT"
+    assert ("edge_refused", ("publisher",), 3) in list(world.streamer.samples())
     good = bearer({"iss": "realm", "exp": int(time.time()) + 60})
     assert (await post(url, Authorization=good))[:2] == (200, "Published\n")
     unknown = {"items": [{"channel": "veg", "http-stream": {"content": "x"}}]}
