@@ -290,8 +290,21 @@ class CatchUp:
         for index, stream in enumerate(self._log.streams()):
             for hold in self._plans.holds_of(stream.id):
                 hold.streams.add(stream.id)
+            self._hold_undecided(stream.id)
             if index % RECHECK_TOPICS == RECHECK_TOPICS - 1:
                 await asyncio.sleep(0)
+
+    def _hold_undecided(self, stream: int) -> None:
+        """Hold a topic from the position of its address, if it was held there before the start and nobody knows any
+        more who wants it: the saved interest was lost, and the service has not answered yet."""
+        after, known = self._plans.undecided_after(stream), self._topic_holds.get(stream)
+        if after is None or (known is not None and known.after <= after):
+            return
+        if known is None and self._topic_holds.free_capacity <= 0:
+            return
+        self._topic_holds.hold(stream, after)
+        self._plans.by_stream.pop(stream, None)
+        self.recheck[stream] = None
 
     async def _targets_in(self, hold: AddressHold) -> dict[int, tuple[Target, ...]]:
         """Returns the targets that wait in `hold`, by stream."""

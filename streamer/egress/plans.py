@@ -20,7 +20,9 @@ from streamer.egress.sender import QueuedRecord
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.view import Decision, Target, View
 from uprotocol import attributes as attrs
+from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage, Readdressed
+from uprotocol.v1.uri_pb2 import UUri
 
 
 class Plan(NamedTuple):
@@ -98,6 +100,19 @@ class Plans:
             return []
         targets, _ = self.wanted_if_not_paused(stream_id)
         return [hold for target in targets if (hold := self.hold_of(stream_id, target)) is not None]
+
+    def undecided_after(self, stream_id: int) -> int | None:
+        """Returns the position of the holds from before the start that may have records of this stream, although no
+        target is known; None: there are none, or nobody wants it."""
+        targets, is_open = self.wanted_if_not_paused(stream_id)
+        if targets or not is_open:
+            return None
+        source = self.log.stream(stream_id).source
+        sinks: list[UUri | None] = [None]
+        if self.peer.needs_sink:
+            sinks = [attrs.streamer_sink(one) for one in self.peer.authorities if not uris.is_pattern(one)]
+        holds = [self.address_holds.of(self.peer.address_of(source, sink), source.authority_name) for sink in sinks]
+        return min([hold.after for hold in holds if hold is not None and hold.is_loaded], default=None)
 
     def targets_of(self, hold: AddressHold, stream_id: int) -> tuple[Target, ...]:
         """Returns the targets that wait in `hold` for this stream, with the seq after which each waits."""

@@ -219,3 +219,25 @@ async def test_a_topic_that_was_undecided_and_then_unheard_waits_over_a_restart_
     await door.expect(1)
     assert door.texts == ["door"]
     await service.stop()
+
+
+async def test_what_is_held_at_an_address_waits_although_it_is_not_known_any_more_who_wants_it(
+    make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The saved interest is lost, and the service is slow to answer: the record waits as one of an undecided topic."""
+    monkeypatch.setattr(holds, "RETRY_S_MIN", 0.05)
+    world, service, vehicle, heard = await beside_a_foreign_service(make_world)
+    world.networks["cloud"].refuse(uris.format(SPEED))
+    await vehicle.send(publish(SPEED, "held"))
+    (pump,) = [pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable]
+    await world.until(lambda: len(pump.address_holds) == 1 and pump.cursor == 1)
+    service.answering.clear()
+    await world.stop()
+    (world.config.streamer.data_dir / "interest-cloud.json").unlink()
+    await world.start()
+    await world.until(lambda: parked(world) == 1)
+    world.networks["cloud"].allow()
+    service.answering.set()
+    await heard.expect(1)
+    assert heard.texts == ["held"]
+    await service.stop()

@@ -92,6 +92,9 @@ class Interest:
 
     def know(self, topic: UUri) -> None:
         self.unknown.discard(uris.format(topic))
+        self.changed()
+
+    def changed(self) -> None:
         self.version += 1
         for callback in self._callbacks:
             callback(None)
@@ -176,6 +179,9 @@ class _Run:
                     await asyncio.gather(running, return_exceptions=True)
                     pump.close()
                     self._check()
+                    if draw.random() < 0.3:  # what was known is not on disk
+                        self._interest.unknown = {uris.format(topic) for topic in draw.sample(TOPICS, 2)}
+                        self._interest.changed()
                     pump, running = started()
                 case 7 if hands_over and not len(self._paused):
                     await self._hand_over(pump)
