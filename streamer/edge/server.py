@@ -35,7 +35,8 @@ IDLE_S: Final = 15  # between two requests of a connection
 BODY_S: Final = 30.0
 BODY_BYTES_MAX: Final = 1 << 20  # of requests to backends
 PUBLISH_BYTES_MAX: Final = 4 << 20  # of items: some long ones at once
-BODIES_BYTES_MAX: Final = 32 << 20  # of all requests that a port is answering; a publisher's takes up to five times
+BODIES_BYTES_MAX: Final = 64 << 20  # of all requests to backends that are being answered; they pass in pieces
+PUBLISH_BODIES_BYTES_MAX: Final = 16 << 20  # of publishers; each takes up to ten times as much until it is sent
 SMALL_BYTES_MAX: Final = 16 << 10  # a body that needs no such room, so that large ones do not keep small ones out
 LINGER_S: Final = 1.0  # reads the rest of a body that was refused, so that its sender gets the answer
 SPARE: Final = 256  # connections beyond clients_max: short requests, and those that are told to come back later
@@ -74,6 +75,7 @@ class HttpServer:
         self._listener: Listener | None = None
         self._running: set[asyncio.Task[object]] = set()
         self._bodies_bytes, self._log = 0, SeldomLog()
+        self.bodies_bytes_max = BODIES_BYTES_MAX
         self.on_prepare: Callable[[web.Request, web.StreamResponse], None] = lambda request, response: None
 
     async def open(self, certificate: Path | None = None, key: Path | None = None) -> int:
@@ -160,7 +162,7 @@ class HttpServer:
             size = size_max  # in chunks
         if size > size_max:
             raise web.HTTPRequestEntityTooLarge(size_max, size, text=f"expected a body of at most {size_max} bytes\n")
-        if size > SMALL_BYTES_MAX and self._bodies_bytes + size > BODIES_BYTES_MAX:
+        if size > SMALL_BYTES_MAX and self._bodies_bytes + size > self.bodies_bytes_max:
             self._places.refused["bodies"] += 1
             raise web.HTTPServiceUnavailable(text="too many requests at once\n", headers={"Retry-After": str(RETRY_S)})
         self._bodies_bytes += size
@@ -246,6 +248,7 @@ class PublishServer:
         limits = Limits(PUBLISHERS_MAX, HEAD_BYTES_MAX, HEAD_S, PUBLISH_BYTES_MAX, BODY_S, BODY_S)
         # what has begun is committed, though its publisher has gone
         self._server = HttpServer("grip.publish", grip.publish, limits, self._answer, places, cancels=False)
+        self._server.bodies_bytes_max = PUBLISH_BODIES_BYTES_MAX
 
     async def open(self) -> int:
         """Returns the port. Raises UNAVAILABLE if it can't be opened."""
