@@ -72,6 +72,8 @@ class UStatusError(Exception):
 
     def __init__(self, code: UCode.ValueType, message: str = "", *, status: UStatus | None = None) -> None:
         assert code != UCode.OK, "OK is not an error"
+        if not message.isascii():  # it may quote half a surrogate pair, which JSON has and a UStatus can't have
+            message = message.encode(errors="backslashreplace").decode()
         super().__init__(code, message)  # both, so that it can be pickled
         self.status = status if status is not None else UStatus(code=code, message=message)
 

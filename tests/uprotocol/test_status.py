@@ -60,3 +60,8 @@ def test_a_batch_is_sorted_by_what_it_was_answered() -> None:
     assert settled.refused == [("c", statuses[2])]
     with pytest.raises(ValueError, match="shorter"):
         settle("ab", [OK])
+
+
+def test_an_error_may_quote_anything() -> None:
+    """JSON has half surrogate pairs, which no UTF-8 has."""
+    assert UStatusError(UCode.INVALID_ARGUMENT, "unknown key \ud800, é").message == "unknown key \\ud800, é"
