@@ -250,6 +250,18 @@ def _mistakes_of_following(config: Config) -> Iterator[tuple[str, Location]]:
             yield what, ("endpoint", index, "followed_by")
 
 
+def _mistakes_of_topics(config: Config, topics: Sequence[str]) -> Iterator[str]:
+    """Yields why no topic that matches can come here."""
+    for topic in topics:
+        parsed = uris.parse(topic)
+        if parsed.resource_id < uris.RESOURCE_TOPIC_MIN:
+            yield f"{topic} can't be a topic"
+        if not parsed.authority_name:
+            yield f"{topic} names no authority, and so no topic that comes here"
+        elif parsed.authority_name != uris.WILDCARD_AUTHORITY and not _owner(config, parsed.authority_name):
+            yield f"no endpoint has the authority of {topic}"
+
+
 def _mistakes_of_epochs(config: Config) -> Iterator[tuple[str, Location]]:
     for index, one in enumerate(config.epochs):
         at = f"epochs {one.name!r}"
@@ -261,14 +273,8 @@ def _mistakes_of_epochs(config: Config) -> Iterator[tuple[str, Location]]:
         if one.timeout_ms <= (one.width_ms or 0) + one.lateness_ms:
             what = f"{at}: timeout_ms {one.timeout_ms} ends what goes on: it is longer than width and lateness"
             yield what, ("epochs", index, "timeout_ms")
-        for topic in one.topics:
-            parsed, place = uris.parse(topic), ("epochs", index, "topics")
-            if parsed.resource_id < uris.RESOURCE_TOPIC_MIN:
-                yield f"{at}: {topic} can't be a topic", place
-            if not parsed.authority_name:
-                yield f"{at}: {topic} names no authority, and so no topic that comes here", place
-            elif parsed.authority_name != uris.WILDCARD_AUTHORITY and not _owner(config, parsed.authority_name):
-                yield f"{at}: no endpoint has the authority of {topic}", place
+        for what in _mistakes_of_topics(config, one.topics):
+            yield f"{at}: {what}", ("epochs", index, "topics")
         for other in config.epochs[:index]:
             if other.name == one.name:
                 yield f"two groups of epochs are named {one.name!r}; names must differ", ("epochs", index, "name")
@@ -320,17 +326,12 @@ def _mistakes_of_channel(config: Config, index: int, one: ChannelSection) -> Ite
 
 def _mistakes_of_recovery(config: Config) -> Iterator[tuple[str, Location]]:
     for index, one in enumerate(config.recovery):
+        place = ("recovery", index, "topics")
+        for what in _mistakes_of_topics(config, one.topics):
+            yield f"recovery: {what}", place
         for topic in one.topics:
-            parsed, place = uris.parse(topic), ("recovery", index, "topics")
-            if parsed.resource_id < uris.RESOURCE_TOPIC_MIN:
-                yield f"recovery: {topic} can't be a topic", place
-            elif not parsed.authority_name:
-                yield f"recovery: {topic} names no authority, and so no topic that comes here", place
-            elif parsed.authority_name != uris.WILDCARD_AUTHORITY and not _owner(config, parsed.authority_name):
-                yield f"recovery: no endpoint has the authority of {topic}", place
-            for other in config.recovery[:index]:
-                if any(_meet(topic, theirs) for theirs in other.topics):
-                    yield f"recovery: {topic} has another source already: each topic has one", place
+            if any(_meet(topic, theirs) for other in config.recovery[:index] for theirs in other.topics):
+                yield f"recovery: {topic} has another source already: each topic has one", place
 
 
 CHECKS: Final = (
