@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from streamer.grip.headers import HeldChannel, NextLink
 from streamer.grip.link import Links, resolved
+from tests.serving import serving
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -20,19 +21,14 @@ Serve = Callable[[Callable[[web.Request], Awaitable[web.StreamResponse]]], Await
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
     """Serves all paths by one handler; returns the address."""
-    servers = []
+    async with AsyncExitStack() as stack:
 
-    async def start(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> str:
-        application = web.Application()
-        application.router.add_route("*", "/{path:.*}", handler)
-        server = TestServer(application)
-        servers.append(server)
-        await server.start_server()
-        return f"http://{server.host}:{server.port}"
+        async def start(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> str:
+            application = web.Application()
+            application.router.add_route("*", "/{path:.*}", handler)
+            return await stack.enter_async_context(serving(application))
 
-    yield start
-    for server in servers:
-        await server.close()
+        yield start
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import base64
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import jwt
 import pytest
 import structlog
 from aiohttp import ClientSession, web
-from aiohttp.test_utils import TestServer
 from gripcontrol import GripPubControl, HttpResponseFormat, HttpStreamFormat, parse_grip_uri, validate_sig
 from pubcontrol import Item as SentItem
 from pubcontrol import PubControl
@@ -23,6 +23,7 @@ from streamer.grip.items import Item, ResponseFormat, StreamFormat
 from streamer.grip.publish import PATH, PublishHandler
 from streamer.grip.signatures import PublisherKey, Signer
 from tests.grip.test_channels import NETWORKS, channels_of, grip, heard_by, recorded
+from tests.serving import serving
 from tests.tiers import full
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -55,20 +56,15 @@ def key_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
-    servers = []
+    async with AsyncExitStack() as stack:
 
-    async def start(publish: Any, key: Path | None = None, bytes_max: int = 1 << 20) -> str:
-        application = web.Application(client_max_size=1 << 22)
-        handler = PublishHandler(publish, None if key is None else PublisherKey(key), bytes_max)
-        application.router.add_post(PATH, handler.post)
-        server = TestServer(application)
-        servers.append(server)
-        await server.start_server()
-        return f"http://{server.host}:{server.port}"
+        async def start(publish: Any, key: Path | None = None, bytes_max: int = 1 << 20) -> str:
+            application = web.Application(client_max_size=1 << 22)
+            handler = PublishHandler(publish, None if key is None else PublisherKey(key), bytes_max)
+            application.router.add_post(PATH, handler.post)
+            return await stack.enter_async_context(serving(application))
 
-    yield start
-    for server in servers:
-        await server.close()
+        yield start
 
 
 async def post(url: str, body: Any = APPLE, **headers: str) -> tuple[int, str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from streamer.recovery.asking import PAGE_MESSAGES_MAX
 from streamer.recovery.http_source import HttpSource, HttpSourceConfig, lines_of, messages_of
 from streamer.recovery.source import Fetched
 from tests.recovery.model import TOPIC, publication
+from tests.serving import serving
 from uprotocol import uuid as uuids
 from uprotocol.status import UStatusError
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat
@@ -44,11 +44,8 @@ class Rest:
 async def rest() -> AsyncIterator[Rest]:
     made, application = Rest(), web.Application()
     application.router.add_get("/{path:.*}", made.answer)
-    server = TestServer(application)
-    await server.start_server()
-    made.url = f"http://{server.host}:{server.port}"
-    yield made
-    await server.close()
+    async with serving(application) as made.url:
+        yield made
 
 
 async def ask(rest: Rest, after: str | None = None, **settings: Any) -> Fetched:

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from pydantic import BaseModel
 
 from history.records.chunk import Chunk
@@ -24,6 +23,7 @@ from streamer.recovery import gates, recoveries
 from streamer.recovery.source import Fetched, RecoveryPlugin, RecoverySource, create
 from tests.history.world import virtually
 from tests.recovery.model import OTHER, TIMEOUT_S, TOPIC, ChainedSource, ModelSource, Recovered, number_of, publication
+from tests.serving import serving
 from tests.streamer.conftest import MakeWorld, World
 from transports import plugin as plugins
 from uprotocol import uri as uris
@@ -57,11 +57,9 @@ class History:
 async def history() -> AsyncIterator[History]:
     made, application = History(), web.Application()
     application.router.add_get("/drive", made.answer)
-    server = TestServer(application)
-    await server.start_server()
-    made.url = f"http://{server.host}:{server.port}/drive"
-    yield made
-    await server.close()
+    async with serving(application) as url:
+        made.url = f"{url}/drive"
+        yield made
 
 
 async def numbers_of(world: World, topic: UUri = TOPIC) -> list[int]:
