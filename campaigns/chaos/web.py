@@ -154,7 +154,7 @@ class Party:
 
 class ItemPublisher(Party):
     """Publishes each item of a channel, with the id of the one before it, until it is answered. `loses`: the share of
-    items that it forgets to publish, and of those that it publishes twice."""
+    items that it leaves out on purpose, and of those that it publishes twice."""
 
     def __init__(
         self,

@@ -111,7 +111,7 @@ class HttpSection(Section):
     """web origins whose pages may read (CORS), such as `https://app.example.com`. A page of another origin is
     refused"""
     clients_max: int = Field(default=CLIENTS_MAX, ge=1)
-    """streams and held requests at once; one more is told to come back later"""
+    """streams and held requests at once; one more gets the answer to come back later"""
     client_streams_max: int | None = Field(default=None, ge=1)
     """of them, streams of one uEntity of `tokens_file`, so that no client locks others out. Without it a quarter"""
     keep_alive_s: float = Field(default=15, gt=0, le=3_600, allow_inf_nan=False)
