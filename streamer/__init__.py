@@ -9,6 +9,7 @@ app.py             Runs a streamer: lists its parts in the order in which they s
 assembly.py        The composition root: creates and connects all parts of a streamer, and starts none
 attaching.py       Adds and removes endpoints and rules of a running streamer
 lifecycle.py       How parts start and stop; the embedded uSubscription, which starts as soon as the disk allows it
+operations.py      All operations of a running streamer: which part of it does what an operator asks for
 parts.py           Creates the parts that depend only on the configuration, and divides the memory among them
 """
 

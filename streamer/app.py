@@ -16,21 +16,25 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import structlog
 
+from history.epochs.keeper import Keeper
 from storage.runtime import REAL, Runtime
 from streamer import lifecycle, parts
 from streamer.assembly import DRAIN_MS_MAX
 from streamer.attaching import ChangeableAssembly
 from streamer.config import Config
 from streamer.edge.edge import check_extra
-from streamer.egress.claims import listed
 from streamer.lifecycle import REOPEN_MS_MAX, Part
+from streamer.operating import metrics
 from streamer.operating.admin import Admin
 from streamer.operating.control import ControlSocket
 from streamer.operating.states import LOOK_S, of_one_that_cant_start
+from streamer.operations import operations_of
+from streamer.walk.endpoint import Endpoints
+from streamer.walk.ingress import IdWindow, Logs
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -58,6 +62,24 @@ class Streamer(ChangeableAssembly):
         except BaseException:
             await logs.durable.close()
             raise
+
+    def __init__(
+        self, config: Config, endpoints: Endpoints, logs: Logs, window: IdWindow, keeper: Keeper, runtime: Runtime
+    ) -> None:
+        super().__init__(config, endpoints, logs, window, keeper, runtime)
+        self.operations = operations_of(self)
+        self.admin: Admin | None = None
+        if config.streamer.admin is not None:
+            self.admin = Admin(
+                config.streamer.admin,
+                self.problems,
+                partial(metrics.expose, self.samples),
+                self.notes,
+                self.all_vehicles,
+                states=self.look,
+                guard=config.admin,
+                operations=self.operations,
+            )
 
     def __repr__(self) -> str:
         return f"Streamer({self.config.authority}, {list(self.endpoints)}, problems={self.problems()})"
@@ -96,18 +118,6 @@ class Streamer(ChangeableAssembly):
             log.warning("a note", note=note)
         log.info("ready", authority=self.config.authority, endpoints=[endpoint.name for endpoint in self.endpoints])
         on_ready()
-
-    def release(self, consumer: str) -> str:
-        """Frees a consumer's name for the next uEntity that uses it; returns its owner. Raises NOT_FOUND."""
-        owner = str(self.history.consumers.release(consumer))
-        log.info("a consumer was released", consumer=consumer, owner=owner)
-        return owner
-
-    def cursors(self) -> list[dict[str, Any]]:
-        """Returns the backlog in the durable log of each endpoint, also of those not configured."""
-        durable = self.logs.durable
-        found = listed(durable.cursors.all(), durable.newest_seq, durable.oldest_seq)
-        return [dataclasses.asdict(one) for one in found]
 
     def _parts(self) -> Iterator[Part]:
         """Yields the parts in the order in which they start."""
@@ -206,9 +216,7 @@ async def serve(config: Config, on_ready: Callable[[Streamer], None], stopping: 
     if streamer is None:
         return
     streamer.stopping = stopping
-    control = ControlSocket(
-        config.streamer.data_dir, streamer.paused, streamer.release, streamer.vehicles, streamer.cursors
-    )
+    control = ControlSocket(config.streamer.data_dir, streamer.operations)
     try:
         async with control:
             await streamer.run(partial(on_ready, streamer))

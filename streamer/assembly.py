@@ -8,11 +8,12 @@ attaching.py changes endpoints and rules at run time, app.py has the order of th
 from __future__ import annotations
 
 import asyncio
-import functools
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+import structlog
 from google.protobuf.message import Message
 
 from history.epochs.keeper import Keeper
@@ -23,7 +24,7 @@ from streamer import parts
 from streamer.config import Config, patterns
 from streamer.edge.edge import Handlers, HttpEdge, is_wanted
 from streamer.edge.places import Places
-from streamer.egress.claims import Claims
+from streamer.egress.claims import Claims, listed
 from streamer.egress.holds import SHOWN_AFTER_S, Label
 from streamer.egress.paused import FILE, Paused
 from streamer.egress.pump import Pump
@@ -33,7 +34,6 @@ from streamer.following.handover import HandOvers
 from streamer.letters.dead_letter import DeadLetters
 from streamer.lifecycle import EmbeddedUSubscription
 from streamer.operating import metrics
-from streamer.operating.admin import Admin
 from streamer.operating.control import Control
 from streamer.operating.states import (
     STARTING,
@@ -75,6 +75,9 @@ ANNOUNCEMENT_TTL_MS: Final = 5_000  # announcements are repeated
 DRAIN_MS_MAX: Final = 200  # for each hosted service to answer pending requests
 # messages to a network outside the vehicle; below the quota of one authority there (UNITS_PER_S)
 PACE_OUTSIDE_PER_S: Final = 4_000
+
+
+log = structlog.get_logger()
 
 
 @dataclass
@@ -282,17 +285,6 @@ class Assembly:
         used = (one for one in parts.certificates_of(config) if one[0] or config.streamer.admin is not None)
         self.certificates = Expiries(used, self.runtime.now_ms)
         self.states = States(self.attached, self.conditions, self.runtime.now_ms)
-        self.admin: Admin | None = None
-        if config.streamer.admin is not None:
-            self.admin = Admin(
-                config.streamer.admin,
-                self.problems,
-                functools.partial(metrics.expose, self.samples),
-                self.notes,
-                self.all_vehicles,
-                states=self.look,
-                guard=config.admin,
-            )
 
     def connection_changed(self, _connected: bool) -> None:
         """Updates the states after all parts know the change, unless the streamer stops."""
@@ -423,6 +415,18 @@ class Assembly:
     def all_vehicles(self) -> Iterator[dict[str, Any]]:
         """Returns the traffic of all source authorities in the order of their first messages."""
         return (account.as_dict(self.topics_of(account.authority)) for account in list(self.ledger))
+
+    def release(self, consumer: str) -> str:
+        """Frees a consumer's name for the next uEntity that uses it; returns its owner. Raises NOT_FOUND."""
+        owner = str(self.history.consumers.release(consumer))
+        log.info("a consumer was released", consumer=consumer, owner=owner)
+        return owner
+
+    def cursors(self) -> list[dict[str, Any]]:
+        """Returns the backlog in the durable log of each endpoint, also of those not configured."""
+        durable = self.logs.durable
+        found = listed(durable.cursors.all(), durable.newest_seq, durable.oldest_seq)
+        return [dataclasses.asdict(one) for one in found]
 
     async def _announce(self, to: UUri, announcement: Message) -> None:
         topic = self.local.get_resource(ids.ANNOUNCEMENTS)

@@ -16,7 +16,7 @@ from tools import house
 
 TREE = Path(__file__).parents[1]
 
-LINES_MAX: Final = 62_800  # of the product; raise it only together with a capability
+LINES_MAX: Final = 70_000  # of the product; raise it only together with a capability
 WALKS_MAX: Final = {  # walk -> functions, files
     "publish": (100, 24),
     "subscribe": (280, 50),

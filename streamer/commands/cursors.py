@@ -131,7 +131,7 @@ class Consumer:
 def asked(path: Path) -> list[Listed]:
     """Returns the list of a running streamer, whose file lags some seconds; else that of `listed`. Blocks. Raises as
     `listed`, and UNAVAILABLE if the streamer does not answer."""
-    answer = control.call(path.parent, {"do": "cursors"})
+    answer = control.call(path.parent, "cursors")
     return listed(path) if answer is None else [Listed(**one) for one in answer["cursors"]]
 
 
@@ -182,7 +182,7 @@ async def _release(path: Path, consumer: str) -> str:
 
     Raises UStatusError: NOT_FOUND (nobody owns the name), or the error of Log.open.
     """
-    answer = control.call(path.parent, {"do": "release", "consumer": consumer})
+    answer = control.call(path.parent, "release", {"consumer": consumer})
     if answer is not None:
         return str(answer["owner"])
     async with await _open(path) as log:

@@ -17,6 +17,7 @@ from streamer import config as configs
 from streamer.commands import terminal
 from streamer.commands.options import AsJson, DataDir
 from streamer.operating import control
+from streamer.operations import VEHICLES_MAX
 from uprotocol import uri as uris
 from uprotocol.status import invalid
 
@@ -62,7 +63,7 @@ def _control(do: str, topic: str, peer: str, at: DataDir, as_json: bool) -> None
 
 def vehicles(
     at: DataDir,
-    top: Annotated[int, typer.Option(min=1, max=control.VEHICLES_MAX, help="How many: those that send most.")] = 20,
+    top: Annotated[int, typer.Option(min=1, max=VEHICLES_MAX, help="How many: those that send most.")] = 20,
     as_json: AsJson = False,
 ) -> None:
     """Show what each source authority sends: messages, bytes, topics, drops. Only while the streamer runs; the admin
@@ -70,7 +71,7 @@ def vehicles(
 
     Example: [bold]up-streamer vehicles --top 10 --config cloud.toml[/]
     """
-    found = control.vehicles(at.path, top)
+    found = control.require(at.path, "vehicles", {"count": top})["vehicles"]
     columns = ("authority", "endpoint", "per_s", "messages", "bytes", "topics", "dropped")
     rows = found if as_json else [{**one, "last seen": terminal.moment(one["seen_ms"])} for one in found]
     title = f"the {len(found)} source authorities that send most"

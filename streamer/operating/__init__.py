@@ -1,8 +1,9 @@
 """Reports for operators, and the control of dispatching.
 
 admin.py              The pages of the admin port, for monitors and people. http_port.py serves them
-control.py            Pauses and resumes the dispatching of topics: by RPC and from the command line
+control.py            The control of a running streamer: by RPC, and from the command line
 http_port.py          The HTTP server of the admin port
 metrics.py            The counters of a streamer as Prometheus metrics, read only on request
+operations.py         What people and programs ask of a running streamer, by name
 states.py             The state of the streamer and of each endpoint, since when, and why: losses, clocks, ...
 """

@@ -3,6 +3,7 @@
 /healthz  alive           /readyz    503 if a state is not ready, else 200: states with time and reason;
                                      `problems`: everything that is wrong; `notes`: other facts for the operator
 /metrics  for Prometheus  /vehicles  traffic of each source authority, one JSON object per line
+/operations/NAME          POST of the arguments as a JSON object: see operations.py. Only with admin.token_file
 
 Admin: limits time and length -> HttpPort: limits and authenticates clients
 
@@ -20,6 +21,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from streamer.config import AdminSection
+from streamer.operating.operations import Operations
 from streamer.operating.states import NOT_READY, READY
 
 if TYPE_CHECKING:
@@ -53,11 +55,12 @@ class Admin:
         *,
         states: Callable[[], dict[str, Any]] = dict,
         guard: AdminSection | None = None,
+        operations: Operations | None = None,
     ) -> None:
         host, _, port = address.rpartition(":")
         self._host, self.port = host.strip("[]"), int(port)
         self._problems, self._metrics, self._notes, self._vehicles = problems, metrics, notes, vehicles
-        self._states, self._guard = states, guard or AdminSection()
+        self._states, self._guard, self._operations = states, guard or AdminSection(), operations
         self._made: dict[Callable[[], AdminAnswer], AdminAnswer] = {}  # the last answers
         self._left_s, self._refilled_at = LOOP_S_MAX, time.perf_counter()
         self._http: HttpPort | None = None
@@ -74,7 +77,7 @@ class Admin:
         from streamer.operating.http_port import HttpPort  # imports aiohttp (0.1 s, 11 MiB) only if needed
 
         pages = {"/metrics": self.metrics, "/healthz": self.health, "/readyz": self.ready}
-        self._http = HttpPort(pages, {"/vehicles": self.vehicles}, self._guard)
+        self._http = HttpPort(pages, {"/vehicles": self.vehicles}, self._operations, self._guard)
         self.port = await self._http.open(self._host, self.port)
 
     async def close(self) -> None:

@@ -1,9 +1,8 @@
-"""Pauses and resumes the dispatching of topics: by RPC and from the command line.
+"""The control of a running streamer: by RPC, which pauses and resumes topics, and from the command line.
 
 core.ustreamer: Pause, Resume, ListPaused -> does [dispatch] control name the caller? -> Paused
-command line on this machine -> data_dir/control.sock, which only its owner may open -> Paused, consumers
+command line on this machine -> data_dir/control.sock, which only its owner may open -> Operations (operations.py)
              streamer stopped: the file of Paused, under the lock of the log
-             vehicles: traffic of the source authorities (ledger.py), only while the streamer runs
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +21,7 @@ import structlog
 from storage.disk import REAL_DISK, InUseError
 from streamer.egress import paused as pauses
 from streamer.egress.paused import Pause, Paused
+from streamer.operating.operations import Arguments, Operation, Operations
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcServer
 from uprotocol.core.ustreamer.ids import LIST_PAUSED, PAUSE, RESUME
@@ -35,10 +35,9 @@ from uprotocol.v1.uri_pb2 import UUri
 
 SOCKET: Final = "control.sock"  # in a data_dir
 LOG_LOCK: Final = "history.db.lock"  # held by a running streamer
-LINE_BYTES_MAX: Final = 128 << 10  # the longest is the list of pauses: PAUSES_MAX of some 300 bytes
-VEHICLES_MAX: Final = 400  # of some 250 bytes, which fit into a line; the admin port lists all
-CURSORS_MAX: Final = 400  # present and former endpoints, of some 200 bytes
-ANSWER_S: Final = 10.0  # long enough for a slow disk; a silent client is disconnected then
+LINE_BYTES_MAX: Final = 64 << 10  # of a request
+ANSWER_BYTES_MAX: Final = 16 << 20
+ANSWER_S: Final = 10.0  # long enough for a slow disk; a client that is silent, or takes nothing, is disconnected then
 
 log = structlog.get_logger()
 
@@ -85,25 +84,35 @@ class Control:
         return found
 
 
+def pause_operations(paused: Paused) -> dict[str, Operation]:
+    """Returns pause, resume and paused, for those who may do everything; each answers with the pauses after it."""
+
+    async def pause(given: Arguments) -> dict[str, Any]:
+        await paused.pause(uris.parse(given.text("topic")), given.text("peer"))
+        return await listed(given)
+
+    async def resume(given: Arguments) -> dict[str, Any]:
+        await paused.resume(uris.parse(given.text("topic")), given.text("peer"))
+        return await listed(given)
+
+    async def listed(_: Arguments) -> dict[str, Any]:
+        return {"paused": sorted(paused)}
+
+    return {
+        "pause": Operation(pause, ("topic", "peer"), is_change=True),
+        "paused": Operation(listed),
+        "resume": Operation(resume, ("topic", "peer"), is_change=True),
+    }
+
+
 # Commands on this machine
 
 
 class ControlSocket:
     """Listens in `folder` while the streamer runs. If no socket can be made there, only the command line fails."""
 
-    def __init__(
-        self,
-        folder: Path,
-        paused: Paused,
-        release: Callable[[str], str],
-        vehicles: Callable[[int], list[dict[str, Any]]] = lambda _: [],
-        cursors: Callable[[], list[dict[str, Any]]] = list,
-    ) -> None:
-        """`release(consumer)` frees the name and returns its owner; raises NOT_FOUND. `vehicles(count)`: traffic of the
-        source authorities that send most. `cursors()`: backlog of each endpoint.
-        """
-        self._folder, self._paused, self._release = folder, paused, release
-        self._vehicles, self._cursors = vehicles, cursors
+    def __init__(self, folder: Path, operations: Operations) -> None:
+        self._folder, self._operations = folder, operations
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> None:
@@ -136,7 +145,9 @@ class ControlSocket:
         try:
             async with asyncio.timeout(ANSWER_S):
                 line = await reader.readline()
-                writer.write(json.dumps(await self._answer(line)).encode() + b"\n")
+            answer = json.dumps(await self._answer(line)).encode() + b"\n"
+            async with asyncio.timeout(ANSWER_S):
+                writer.write(answer)
                 await writer.drain()
         except (TimeoutError, ConnectionError, ValueError):  # ValueError: a line that is too long
             pass
@@ -147,33 +158,16 @@ class ControlSocket:
 
     async def _answer(self, line: bytes) -> dict[str, Any]:
         try:
-            return await self._do(line)
+            asked = json.loads(line)
+            name = asked.pop("do")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            name = None
+        try:
+            if not isinstance(name, str):
+                raise invalid('expected one line of JSON: {"do": OPERATION, ARGUMENT: value, ...}')
+            return await self._operations.answer(name, asked)
         except UStatusError as error:
             return {"code": int(error.code), "message": error.message}
-
-    async def _do(self, line: bytes) -> dict[str, Any]:
-        try:
-            asked = json.loads(line)
-            topic, peer, consumer = (str(asked.get(key, "")) for key in ("topic", "peer", "consumer"))
-            what, count = asked["do"], int(asked.get("count", 0))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
-            raise invalid("expected one line of JSON with do, and topic and peer, or consumer, or count") from None
-        match what:
-            case "pause":
-                await self._paused.pause(uris.parse(topic), peer)
-            case "resume":
-                await self._paused.resume(uris.parse(topic), peer)
-            case "paused":
-                pass
-            case "release":
-                return {"owner": self._release(consumer)}
-            case "vehicles":
-                return {"vehicles": self._vehicles(max(0, min(count, VEHICLES_MAX)))}
-            case "cursors":
-                return {"cursors": self._cursors()[:CURSORS_MAX]}
-            case _:
-                raise invalid(f"do is pause, resume, paused, release, vehicles or cursors, got {what!r}")
-        return {"paused": sorted(self._paused)}
 
 
 @contextlib.contextmanager
@@ -192,30 +186,35 @@ def ask(folder: Path, do: str, topic: str = "", peer: str = "", own: str = "") -
     Returns the pauses after it. `own`: authority of a topic without one. Raises the error of the streamer; UNAVAILABLE
     if it does not answer.
     """
-    answer = call(folder, {"do": do, "topic": topic, "peer": peer})
+    arguments = {} if do == "paused" else {"topic": topic, "peer": peer}
+    answer = call(folder, do, arguments)
     return _ask_file(folder, do, topic, peer, own) if answer is None else [Pause(*one) for one in answer["paused"]]
 
 
-def vehicles(folder: Path, count: int) -> list[dict[str, Any]]:
-    """Returns the traffic of the source authorities. Blocks. Raises UStatusError, also if no streamer runs."""
-    answer = call(folder, {"do": "vehicles", "count": count})
+def require(
+    folder: Path, operation: str, arguments: Mapping[str, Any] | None = None, *, answer_s: float | None = ANSWER_S
+) -> dict[str, Any]:
+    """Returns what `call` returns. Raises UNAVAILABLE if the streamer is stopped, too."""
+    answer = call(folder, operation, arguments, answer_s=answer_s)
     if answer is None:
-        raise UStatusError(UCode.UNAVAILABLE, f"no streamer with data_dir {folder} runs: start it to see what is sent")
-    found: list[dict[str, Any]] = answer["vehicles"]
-    return found
+        raise UStatusError(UCode.UNAVAILABLE, f"no streamer with data_dir {folder} runs: start it, then ask again")
+    return answer
 
 
-def call(folder: Path, request: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the answer of the streamer with this data_dir; None if it is stopped. Blocks. Raises as `ask`."""
+def call(
+    folder: Path, operation: str, arguments: Mapping[str, Any] | None = None, *, answer_s: float | None = ANSWER_S
+) -> dict[str, Any] | None:
+    """Returns the answer of the streamer with this data_dir; None if it is stopped. Waits for `answer_s`; None: until
+    it answers. Blocks. Raises as `ask`."""
     if not folder.is_dir():
         raise invalid(f"there is no folder {folder}: is this the data_dir of a streamer?")
     try:
         with socket.socket(socket.AF_UNIX) as line, _address(folder) as address:
-            line.settimeout(ANSWER_S)
+            line.settimeout(answer_s)
             line.connect(address)
-            line.sendall(json.dumps(request).encode() + b"\n")
+            line.sendall(json.dumps({"do": operation, **(arguments or {})}).encode() + b"\n")
             with line.makefile("rb") as answers:
-                answer: dict[str, Any] = json.loads(answers.readline(LINE_BYTES_MAX))
+                answer: dict[str, Any] = json.loads(answers.readline(ANSWER_BYTES_MAX))
     except (FileNotFoundError, ConnectionRefusedError):
         return None
     except (OSError, ValueError, RecursionError) as error:

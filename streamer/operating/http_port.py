@@ -1,6 +1,7 @@
-"""The HTTP server of the admin port: GET (and HEAD), one request per connection.
+"""The HTTP server of the admin port: GET (and HEAD), POST of operations, one request per connection.
 
 connection -> streamer/edge/lines.py: limits, TLS -> aiohttp: parses and routes -> token -> page
+                                                                                     '-> operation, if a token is set
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ import asyncio
 import codecs
 import functools
 import hmac
+import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 import structlog
 from aiohttp import web
 
 from streamer.config import AdminSection
 from streamer.edge.lines import SERVER, Latest, Limits, Lines, Listener, bearer_of, latest, latest_tls
-from uprotocol.status import UStatusError
+from streamer.operating.operations import Operations
+from uprotocol.status import UStatusError, code_name, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 
 # a usual GET has some 500 bytes, and takes milliseconds. One connection too many closes the oldest: idle ones lock
@@ -25,6 +28,17 @@ from uprotocol.v1.ucode_pb2 import UCode
 LIMITS: Final = Limits(connections_max=256, head_bytes_max=8_192, head_s=5.0)
 CLOSE_S_MAX: Final = 0.5  # for answers in progress; a part of SERVICES_CLOSE_S
 
+OPERATIONS: Final = "/operations/"  # and the name of one
+BODY_BYTES_MAX: Final = 64 << 10  # of the arguments of an operation
+STATUSES: Final = {
+    UCode.INVALID_ARGUMENT: 400,
+    UCode.PERMISSION_DENIED: 403,
+    UCode.NOT_FOUND: 404,
+    UCode.ALREADY_EXISTS: 409,
+    UCode.FAILED_PRECONDITION: 409,
+    UCode.RESOURCE_EXHAUSTED: 429,
+    UCode.UNAVAILABLE: 503,
+}
 TOO_OFTEN: Final = "this was answered a moment ago: ask again in some seconds\n"
 
 PageHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -35,10 +49,16 @@ log = structlog.get_logger()
 
 
 class HttpPort:
-    """Serves `pages` and `lists` by their paths to clients that `guard` allows."""
+    """Serves `pages` and `lists` by their paths, and `operations`, to clients that `guard` allows."""
 
-    def __init__(self, pages: Mapping[str, MakePage], lists: Mapping[str, List], guard: AdminSection) -> None:
-        self._pages, self._lists, self._guard = pages, lists, guard
+    def __init__(
+        self,
+        pages: Mapping[str, MakePage],
+        lists: Mapping[str, List],
+        operations: Operations | None,
+        guard: AdminSection,
+    ) -> None:
+        self._pages, self._lists, self._operations, self._guard = pages, lists, operations, guard
         self._token: Latest[bytes] | None = None
         self._listener: Listener | None = None
 
@@ -59,13 +79,28 @@ class HttpPort:
             await self._listener.close()
 
     def _application(self) -> web.Application:
-        made = web.Application(middlewares=[self._admit])
+        made = web.Application(middlewares=[self._admit], client_max_size=BODY_BYTES_MAX)
         made.on_response_prepare.append(_close_after)
         for path, page in self._pages.items():
             made.router.add_get(path, _telling(page))
         for path, slices in self._lists.items():
             made.router.add_get(path, _listing(slices))
+        if self._operations is not None:
+            made.router.add_post(OPERATIONS + "{name}", self._operate)
         return made
+
+    async def _operate(self, request: web.Request) -> web.StreamResponse:
+        """Answers with what the operation returns, or with {"code", "message"}."""
+        assert self._operations is not None, "it is routed only with operations"
+        try:
+            if self._token is None:
+                why = "operations can change what runs and show messages: they need admin.token_file"
+                raise UStatusError(UCode.PERMISSION_DENIED, why)
+            answer, status = await self._operations.answer(request.match_info["name"], await _arguments(request)), 200
+        except UStatusError as error:
+            answer = {"code": code_name(error.code), "message": error.message}
+            status = STATUSES.get(error.code, 500)
+        return web.json_response(answer, status=status)
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: PageHandler) -> web.StreamResponse:
@@ -76,12 +111,24 @@ class HttpPort:
         except web.HTTPNotFound:
             return web.Response(status=404, text=f"there are {', '.join((*self._pages, *self._lists))}\n")
         except web.HTTPMethodNotAllowed as error:
-            return web.Response(status=405, text="GET only\n", headers={"Allow": error.headers["Allow"]})
+            allowed = error.headers["Allow"]
+            return web.Response(status=405, text=f"the methods here are {allowed}\n", headers={"Allow": allowed})
         except (web.HTTPException, ConnectionError):
             raise
         except Exception:
             log.exception("a question at the admin port has failed", path=request.path)
             raise
+
+
+async def _arguments(request: web.Request) -> dict[str, Any]:
+    """Returns the body, a JSON object; {} if it is empty. Raises INVALID_ARGUMENT."""
+    try:
+        given = json.loads(await request.read() or b"{}")
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        raise invalid("expected the arguments as a JSON object in the body")
+    return given
 
 
 def _telling(page: MakePage) -> PageHandler:

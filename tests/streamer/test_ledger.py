@@ -324,8 +324,8 @@ async def test_the_command_line_and_the_admin_port_tell_who_sends(make_world: Ma
         await node.send_batch([publish(f"//{name}/8001/1/8001", "x") for _ in range(count)])
     await world.taken("fleet")
     folder = world.config.streamer.data_dir
-    async with control.ControlSocket(folder, world.streamer.paused, world.streamer.release, world.streamer.vehicles):
-        top = await asyncio.to_thread(control.vehicles, folder, 1)
+    async with control.ControlSocket(folder, world.streamer.operations):
+        top = (await asyncio.to_thread(control.require, folder, "vehicles", {"count": 1}))["vehicles"]
     assert [one["authority"] for one in top] == ["vin2"]
     one = admin.Admin("127.0.0.1:0", list, vehicles=world.streamer.all_vehicles)
     async with one:

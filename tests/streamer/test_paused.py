@@ -24,7 +24,8 @@ from streamer.egress import pump as egress
 from streamer.egress.paused import PAUSES_MAX, Pause, Paused
 from streamer.egress.pump import Pump
 from streamer.operating import control
-from streamer.operating.control import ControlSocket, ask
+from streamer.operating.control import ControlSocket, ask, pause_operations
+from streamer.operating.operations import Operations
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
 from streamer.walk.view import Rule, Rules, View
@@ -427,13 +428,13 @@ async def test_the_command_line_reaches_a_streamer_that_runs_and_one_that_is_sto
     assert await code_of(asked(folder, "pause", "/8001/1/8001", "net")) == UCode.INVALID_ARGUMENT
     paused = made(folder / pauses.FILE)
     (folder / control.SOCKET).touch()  # left by a kill
-    async with ControlSocket(folder, paused, str):
+    async with ControlSocket(folder, Operations(pause_operations(paused))):
         assert stat.S_IMODE(os.stat(folder / control.SOCKET).st_mode) == 0o600
         assert await asked(folder, "paused") == [Pause(topic, "net")]
         assert len(await asked(folder, "pause", "/8001/1/8002", "phone")) == len(paused) == 2
         assert await asked(folder, "resume", "//vehicle1/8001/1/FFFF", "net") == [Pause(uris.format(DOOR), "phone")]
         assert await code_of(asked(folder, "resume", topic, "net")) == UCode.NOT_FOUND
-        assert await code_of(asked(folder, "dance")) == UCode.INVALID_ARGUMENT
+        assert await code_of(asked(folder, "dance")) == UCode.NOT_FOUND
         assert await code_of(asked(folder, "pause", "nonsense", "net")) == UCode.INVALID_ARGUMENT
     assert not (folder / control.SOCKET).exists()
     assert await asked(folder, "resume", uris.format(DOOR), "phone") == []

@@ -1,0 +1,36 @@
+"""All operations of a running streamer: which part of it does what an operator asks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from streamer.operating.control import pause_operations
+from streamer.operating.operations import Arguments, Operation, Operations
+
+if TYPE_CHECKING:
+    from streamer.attaching import ChangeableAssembly
+
+VEHICLES_MAX: Final = 400  # in one answer; the admin port lists all
+CURSORS_MAX: Final = 400  # present and former endpoints
+
+
+def operations_of(streamer: ChangeableAssembly) -> Operations:
+    """Returns the operations of `streamer`, for the control socket and the admin port."""
+
+    async def release(given: Arguments) -> dict[str, Any]:
+        return {"owner": streamer.release(given.text("consumer"))}
+
+    async def vehicles(given: Arguments) -> dict[str, Any]:
+        return {"vehicles": streamer.vehicles(max(0, min(given.number("count", VEHICLES_MAX), VEHICLES_MAX)))}
+
+    async def cursors(_: Arguments) -> dict[str, Any]:
+        return {"cursors": streamer.cursors()[:CURSORS_MAX]}
+
+    return Operations(
+        {
+            **pause_operations(streamer.paused),
+            "cursors": Operation(cursors),
+            "release": Operation(release, ("consumer",), is_change=True),
+            "vehicles": Operation(vehicles, ("count",)),
+        }
+    )
