@@ -61,7 +61,8 @@ class Gathering:
     """Decides how many jobs a worker waits for. Used by one worker."""
 
     def __init__(self, window_ms: float, enough: int) -> None:
-        """No job waits longer than `window_ms`, and no wait begins if there is `enough`, as measured by the worker."""
+        """No job waits longer than `window_ms` (0: none waits), and no wait begins if there is `enough`, as measured by
+        the worker."""
         self.window_s, self.enough = window_ms / 1_000, enough
         self._expected = 1  # jobs after a wait, including those that were there before; 1: do not wait
         self._every = self._left = LOOK_MIN  # turns: between two probes, and until the next one
@@ -171,7 +172,7 @@ class Worker(Generic[J]):
             while more:
                 is_first = not self._jobs
                 has_jobs = self._sleep(1, 1 << 62, None if self._tick_s is None else time.monotonic() + self._tick_s)
-                if has_jobs and gathering is not None and not self._closing:
+                if has_jobs and gathering is not None and gathering.window_s and not self._closing:
                     goal = gathering.wanted(is_first=is_first), gathering.enough
                     is_enough = self._is_enough(*goal)
                     in_vain = not is_enough and not self._sleep(*goal, self._since + gathering.window_s)

@@ -10,6 +10,7 @@ assembly.py        The composition root: creates and connects all parts of a str
 attaching.py       Adds and removes endpoints and rules of a running streamer
 lifecycle.py       How parts start and stop; the embedded uSubscription, which starts as soon as the disk allows it
 operations.py      All operations of a running streamer: which part of it does what an operator asks for
+reloading.py       Takes over a changed configuration while the streamer runs
 parts.py           Creates the parts that depend only on the configuration, and divides the memory among them
 """
 

@@ -27,12 +27,14 @@ from streamer.assembly import DRAIN_MS_MAX
 from streamer.attaching import ChangeableAssembly
 from streamer.config import Config
 from streamer.edge.edge import check_extra
+from streamer.egress import renaming
 from streamer.lifecycle import REOPEN_MS_MAX, Part
 from streamer.operating import metrics
 from streamer.operating.admin import Admin
 from streamer.operating.control import ControlSocket
-from streamer.operating.states import LOOK_S, of_one_that_cant_start
+from streamer.operating.states import LOOK_S, Condition, Sample, of_one_that_cant_start
 from streamer.operations import operations_of
+from streamer.reloading import Reloader
 from streamer.walk.endpoint import Endpoints
 from streamer.walk.ingress import IdWindow, Logs
 from uprotocol.pacing import Backoff
@@ -67,19 +69,28 @@ class Streamer(ChangeableAssembly):
         self, config: Config, endpoints: Endpoints, logs: Logs, window: IdWindow, keeper: Keeper, runtime: Runtime
     ) -> None:
         super().__init__(config, endpoints, logs, window, keeper, runtime)
-        self.operations = operations_of(self)
-        self.admin: Admin | None = None
-        if config.streamer.admin is not None:
-            self.admin = Admin(
-                config.streamer.admin,
-                self.problems,
-                partial(metrics.expose, self.samples),
-                self.notes,
-                self.all_vehicles,
-                states=self.look,
-                guard=config.admin,
-                operations=self.operations,
-            )
+        self.reloader = Reloader(self, None, lambda address, guard: self.admin.change(address, guard))
+        self.operations = operations_of(self, self.reloader)
+        self.admin = Admin(
+            config.streamer.admin,
+            self.problems,
+            partial(metrics.expose, self.samples),
+            self.notes,
+            self.all_vehicles,
+            states=self.look,
+            guard=config.admin,
+            operations=self.operations,
+        )
+
+    def conditions(self) -> list[Condition]:
+        return [*super().conditions(), *self.admin.conditions()]
+
+    def notes(self) -> list[str]:
+        return [*super().notes(), *self.reloader.notes()]
+
+    def samples(self) -> Iterator[Sample]:
+        yield from super().samples()
+        yield from self.reloader.samples()
 
     def __repr__(self) -> str:
         return f"Streamer({self.config.authority}, {list(self.endpoints)}, problems={self.problems()})"
@@ -90,8 +101,7 @@ class Streamer(ChangeableAssembly):
         """Runs until `stop` is called or the task is cancelled; then drains and closes everything."""
         running = [*self._parts()]
         try:
-            if self.admin is not None:
-                await self.admin.open()
+            await self.admin.open()
             async with self.group:
                 self.start_task(self._start_parts(running, on_ready), "start")
                 await self.stopping.wait()
@@ -147,13 +157,11 @@ class Streamer(ChangeableAssembly):
         yield Part("claims", run=self.claims.watch)
         yield Part("hand-overs", run=self.handovers.run)
         yield Part("follows", start=self.follows.start, stop=self.follows.stop)
-        if self.edge is not None:
-            yield Part("HTTP edge", start=self.edge.open, run=self.edge.run, stop=self.edge.close)
+        yield Part("HTTP edge", start=self.edge.open, run=self.edge.run, stop=self.edge.close)
         yield Part("recovery", start=self.recoveries.start, run=self.recoveries.run, stop=self.recoveries.stop)
         yield Part("networks that listen", start=self._wait_for_networks)
         yield Part("certificates", start=self.certificates.look, run=self.certificates.run)
-        if self.admin is not None:  # `run` opens it before all parts; it is closed first
-            yield Part("admin", stop=self.admin.close)
+        yield Part("admin", stop=self.admin.close)  # `run` opens it before all parts; it is closed first
 
     async def _watch(self) -> None:
         """Checks states, clocks, the log's file and old losses until cancelled."""
@@ -172,6 +180,10 @@ class Streamer(ChangeableAssembly):
     async def _load(self) -> None:
         for section in self.config.rules:
             self.rules.add(parts.rule_of(section))
+        for endpoint in self.config.endpoint:
+            if endpoint.renamed_from is not None:
+                await self.paused.rename(endpoint.renamed_from, endpoint.name)
+                renaming.rename(endpoint.renamed_from, endpoint.name, self.logs, self.config.streamer.data_dir)
         for pump in self.pumps:
             pump.begin()  # before networks listen: records from now on are for the pumps
         self.handovers.load()
@@ -209,13 +221,19 @@ class Streamer(ChangeableAssembly):
         self.networks.services_listen()
 
 
-async def serve(config: Config, on_ready: Callable[[Streamer], None], stopping: asyncio.Event | None = None) -> None:
-    """Runs a streamer until `stopping` is set or the task is cancelled. Raises UStatusError if waiting can't help."""
+async def serve(
+    config: Config,
+    on_ready: Callable[[Streamer], None],
+    stopping: asyncio.Event | None = None,
+    read: Callable[[], Config] | None = None,
+) -> None:
+    """Runs a streamer until `stopping` is set or the task is cancelled. `read()` reads the configuration again, for a
+    reload. Raises UStatusError if waiting can't help."""
     stopping = stopping or asyncio.Event()
     streamer = await _create(config, stopping)
     if streamer is None:
         return
-    streamer.stopping = stopping
+    streamer.stopping, streamer.reloader.read = stopping, read
     control = ControlSocket(config.streamer.data_dir, streamer.operations)
     try:
         async with control:

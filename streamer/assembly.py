@@ -22,7 +22,7 @@ from history.service.service import HistoryService
 from storage.runtime import Runtime
 from streamer import parts
 from streamer.config import Config, patterns
-from streamer.edge.edge import Handlers, HttpEdge, is_wanted
+from streamer.edge.edge import Handlers, HttpEdge
 from streamer.edge.places import Places
 from streamer.egress.claims import Claims, listed
 from streamer.egress.holds import SHOWN_AFTER_S, Label
@@ -89,7 +89,19 @@ class Attached:
     pumps: list[Pump]
     clocks: Clocks
     registrations: list[Remove]
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    express_task: asyncio.Task[None] | None = None
+    network_task: asyncio.Task[None] | None = None
+    pump_tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    asking: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # first questions to uSubscription services
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Returns all that are running."""
+        return [
+            one
+            for one in (self.express_task, self.network_task, *self.pump_tasks, *self.asking.values())
+            if one is not None
+        ]
 
 
 class Assembly:
@@ -202,6 +214,15 @@ class Assembly:
 
     def make_endpoint(self, endpoint: Endpoint) -> Attached:
         """Creates the parts of one endpoint of the configuration."""
+        pumps = self.make_pumps(endpoint)
+        looking = [self.interest.on_change(pump.interest_changed) for pump in pumps]
+        made = Attached(endpoint, Ingress(endpoint, self.dispatch), pumps, Clocks(endpoint), looking)
+        self.attached[endpoint.name] = made
+        self.ingresses[endpoint.name] = made.ingress
+        return made
+
+    def make_pumps(self, endpoint: Endpoint) -> list[Pump]:
+        """Creates the pumps of one endpoint, one for each log."""
         config = self.config
         # one limit for all messages to its network
         per_s = config.egress.messages_per_s or (PACE_OUTSIDE_PER_S if endpoint.suffix else None)
@@ -223,12 +244,8 @@ class Assembly:
             )
             for log, flow in self.dispatch.flows.items()
         ]
-        looking = [self.interest.on_change(pump.interest_changed) for pump in pumps]
-        made = Attached(endpoint, Ingress(endpoint, self.dispatch), pumps, Clocks(endpoint), looking)
-        self.attached[endpoint.name] = made
-        self.ingresses[endpoint.name] = made.ingress
         self.pumps += pumps
-        return made
+        return pumps
 
     def _make_networks(self) -> None:
         """Creates the parts that serve all endpoints, and the history."""
@@ -254,11 +271,12 @@ class Assembly:
             self.usubscription.on_change(self.networks.listen_before_answer)
             self.usubscription.on_change(self.follows.follow_before_answer)
         self.claims = Claims(self.pumps, logs, config.history.absent_ms, self.networks.away_s)
+        self.access = Access(self.endpoints, self.rules, parts.access_of(config))
         self.history = HistoryService(
             self.hosted,
             self.local,
             logs,
-            access=Access(self.endpoints, self.rules, [parts.entry_of(section) for section in config.access]),
+            access=self.access,
             reply_bytes_max=self.limits.reply_bytes_max,
             replies_bytes_max=self.limits.replies_bytes_max,
             share=CALLERS_SHARE,
@@ -269,7 +287,7 @@ class Assembly:
             keeper=keeper,
             followed=self.follows.services,
         )
-        self.edge = HttpEdge(config, self._edge_handlers) if is_wanted(config) else None
+        self.edge = HttpEdge(config, self._edge_handlers)
 
     def _edge_handlers(self, callers: Callers | None, places: Places) -> Handlers:
         """Connects what answers requests at the HTTP edge. `callers`: None without http.listen."""
@@ -319,8 +337,7 @@ class Assembly:
             found += self.embedded.conditions()
         found += self._interest_conditions()
         found += [*self.claims.conditions(), *self.handovers.conditions(), *self.follows.conditions()]
-        if self.edge is not None:
-            found += self.edge.conditions()
+        found += self.edge.conditions()
         found += self.recoveries.conditions()
         if not self.ready.is_set():
             found.append(Condition(STARTING, is_fatal=True))
@@ -379,8 +396,7 @@ class Assembly:
         yield from self.claims.samples()
         yield from self.handovers.samples()
         yield from self.follows.samples()
-        if self.edge is not None:
-            yield from self.edge.samples()
+        yield from self.edge.samples()
         yield from self.recoveries.samples()
         for endpoint, setting, expires_s in self.certificates:
             yield "certificate_expires_seconds", (endpoint, setting), expires_s
@@ -401,7 +417,7 @@ class Assembly:
             *self.paused.notes(),
             *(one.problem for one in self._held("unheard")),
             *self.certificates.notes(),
-            *(() if self.edge is None else self.edge.notes()),
+            *self.edge.notes(),
         ]
 
     def topics_of(self, authority: str) -> int:

@@ -8,7 +8,7 @@ remove: tasks end -> network is closed -> removed from every part; its cursors s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Collection, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,12 @@ from streamer import parts
 from streamer.assembly import Assembly, Attached
 from streamer.config import EndpointSection, FollowSection, RuleSection
 from streamer.lifecycle import NETWORKS_CLOSE_S, within
+from streamer.walk.endpoint import Endpoint
 from streamer.walk.view import Rule
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription_client import ServiceInterest
+from usubscription_client import InterestSource, ServiceInterest
 
 log = structlog.get_logger()
 
@@ -39,17 +40,23 @@ class ChangeableAssembly(Assembly):
 
     async def start_endpoints(self) -> None:
         for attached in self.attached.values():
-            self._start(attached)
+            self.start_endpoint(attached)
 
-    def _start(self, attached: Attached) -> None:
+    def start_endpoint(self, attached: Attached) -> None:
+        endpoint = attached.endpoint
+        attached.express_task = self.start_task(self.express.queues[endpoint.name].run(), f"express {endpoint.name}")
+        self._start_network(attached)
+        self._start_pumps(attached)
+
+    def _start_network(self, attached: Attached) -> None:
         endpoint = attached.endpoint
         endpoint.transport.on_connection(self.connection_changed)
         endpoint.transport.on_connection(partial(self.recoveries.connection_changed, endpoint))
-        attached.tasks = [
-            self.start_task(self.express.queues[endpoint.name].run(), f"express {endpoint.name}"),
-            self.start_task(self.networks.run(endpoint), f"network {endpoint.name}"),
-            *(self.start_task(pump.run(), f"pump {endpoint.name}") for pump in attached.pumps),
-        ]
+        attached.network_task = self.start_task(self.networks.run(endpoint), f"network {endpoint.name}")
+
+    def _start_pumps(self, attached: Attached) -> None:
+        name = attached.endpoint.name
+        attached.pump_tasks = [self.start_task(pump.run(), f"pump {name}") for pump in attached.pumps]
 
     async def close_endpoints(self) -> None:
         """Closes all networks concurrently."""
@@ -60,6 +67,38 @@ class ChangeableAssembly(Assembly):
             one.ingress.close()
         for error in filter(None, results):
             raise error
+
+    async def pause_endpoint(self, attached: Attached, *, close: bool) -> None:
+        """Stops the pumps of an endpoint, and closes its network within NETWORKS_CLOSE_S if `close`. `renew` goes on
+        in a later step."""
+        network = [attached.network_task] if close and attached.network_task is not None else []
+        await _end([*attached.pump_tasks, *network])
+        if close:
+            await within(NETWORKS_CLOSE_S, attached.endpoint.name, attached.endpoint.close())
+
+    def renew(self, attached: Attached, section: EndpointSection, *, is_closed: bool) -> None:
+        """Makes the pumps of an endpoint anew, and its ingress and network if it was closed. The endpoint and the
+        configuration are changed already. Its parts run again with `resume`."""
+        endpoint, name = attached.endpoint, attached.endpoint.name
+        self._remove_pumps(attached)
+        if is_closed:
+            attached.ingress.close()
+            self.networks.remove_endpoint(name)
+            made = self.make_endpoint(endpoint)
+            attached.ingress, attached.clocks = made.ingress, made.clocks
+            attached.pumps, attached.registrations = made.pumps, made.registrations
+            self.attached[name] = attached
+            self.networks.add_endpoint(endpoint)
+        else:
+            attached.pumps = self.make_pumps(endpoint)
+            attached.registrations = [self.interest.on_change(pump.interest_changed) for pump in attached.pumps]
+        self._begin(attached, section)
+
+    def resume(self, attached: Attached, *, is_closed: bool) -> None:
+        """Starts what `renew` has made."""
+        if is_closed:
+            self._start_network(attached)
+        self._start_pumps(attached)
 
     # Changes of rules and endpoints
 
@@ -127,58 +166,107 @@ class ChangeableAssembly(Assembly):
     async def _attach(self, section: EndpointSection, follow: Iterable[FollowSection]) -> None:
         """Creates and starts an endpoint that is in the configuration. Raises UStatusError for an unusable file; then
         nothing has changed."""
-        endpoint = parts.endpoint_of(self.config, section)
+        made = self.add_stopped(parts.endpoint_of(self.config, section), section, follow)
+        self.rules.changed()
+        try:
+            await self.ask_usubscriptions(section, self._remote_authorities(section))
+        except BaseException:
+            await self.stop_endpoint(made)
+            await self._forget_usubscriptions(section.authorities)
+            self.remove_stopped(made)
+            raise
+        self.start_endpoint(made)
+
+    def add_stopped(self, endpoint: Endpoint, section: EndpointSection, follow: Iterable[FollowSection]) -> Attached:
+        """Adds an endpoint to all parts, in one step."""
         self.endpoints.add(endpoint)
         made = self.make_endpoint(endpoint)
         self.express.add_endpoint(endpoint)
         self.networks.add_endpoint(endpoint)
         self.states.add_endpoint(endpoint.name)
-        followed_by = uris.parse(section.followed_by) if section.followed_by is not None else None
-        self.handovers.add_endpoint(endpoint, made.pumps, followed_by)
-        self.certificates.add(endpoint.name, parts.certificates_of_endpoint(section))
-        for pump in made.pumps:
-            pump.begin()  # before its network listens: records from now on are for this endpoint, too
-        self.handovers.load_endpoint(endpoint.name)
+        self._begin(made, section)
         self.claims.find_unclaimed()
         self.hosted.endpoint_added(endpoint)
         self.follows.add_endpoint(endpoint, [parts.follow_of(one, self.endpoints) for one in follow])
-        self.rules.changed()
-        try:
-            for source in parts.remote_sources_of(self.config, section, self.hosted, self.endpoints, self.runtime):
-                await self.interest.add_source(source)
-                made.tasks.append(self.start_task(source.start(), f"learn the interest {endpoint.name}"))
-        except BaseException:
-            await self._detach(endpoint.name)
-            raise
-        self._start(made)
+        return made
+
+    def _begin(self, made: Attached, section: EndpointSection) -> None:
+        """Has new pumps continue at their cursors."""
+        followed_by = uris.parse(section.followed_by) if section.followed_by is not None else None
+        self.handovers.add_endpoint(made.endpoint, made.pumps, followed_by)
+        self.certificates.add(section.name, parts.certificates_of_endpoint(section))
+        for pump in made.pumps:
+            pump.begin()  # before its network listens: records from now on are for this endpoint, too
+        self.handovers.load_endpoint(section.name)
 
     async def _detach(self, name: str) -> None:
         """Removes an endpoint from all parts. Closes its network within NETWORKS_CLOSE_S."""
         attached = self.attached[name]
-        endpoint = attached.endpoint
-        for task in attached.tasks:
-            task.cancel()
-        await asyncio.gather(*attached.tasks, return_exceptions=True)
-        await self.follows.remove_endpoint(endpoint)
-        for source in [one for one in self.interest.sources if isinstance(one, ServiceInterest)]:
-            if source.name in endpoint.authorities:
-                await self.interest.remove_source(source)
-        await within(NETWORKS_CLOSE_S, name, endpoint.close())
-        # no `await` from here on: all parts must remove it in one step
-        del self.attached[name], self.ingresses[name]
-        for remove in attached.registrations:
-            remove()
+        await self.stop_endpoint(attached)
+        await self.follows.remove_endpoint(attached.endpoint)
+        await self._forget_usubscriptions(attached.endpoint.authorities)
+        self.remove_stopped(attached)
+        self.claims.find_unclaimed()
+
+    async def stop_endpoint(self, attached: Attached) -> None:
+        """Ends the tasks of an endpoint, and closes its network within NETWORKS_CLOSE_S."""
+        await _end(attached.tasks)
+        await within(NETWORKS_CLOSE_S, attached.endpoint.name, attached.endpoint.close())
+
+    def remove_stopped(self, attached: Attached) -> None:
+        """Removes a stopped endpoint from all parts, in one step."""
+        endpoint, name = attached.endpoint, attached.endpoint.name
+        self._remove_pumps(attached)
         attached.ingress.close()
         endpoint.sends.close()
-        for pump in attached.pumps:
-            pump.close()
-            self.pumps.remove(pump)
+        del self.attached[name], self.ingresses[name]
         self.endpoints.remove(endpoint)
         self.rules.changed()
         self.express.remove_endpoint(name)
         self.networks.remove_endpoint(name)
-        self.handovers.remove_endpoint(name)
-        self.certificates.remove(name)
         self.states.remove_endpoint(name)
         self.ledger.remove_endpoint(name)
-        self.claims.find_unclaimed()
+
+    def _remove_pumps(self, attached: Attached) -> None:
+        """Removes the stopped pumps of an endpoint. Their cursors stay."""
+        for remove in attached.registrations:
+            remove()
+        for pump in attached.pumps:
+            pump.close()
+            self.pumps.remove(pump)
+        self.handovers.remove_endpoint(attached.endpoint.name)
+        self.certificates.remove(attached.endpoint.name)
+
+    # What the uSubscription services on an endpoint's network say
+
+    def _remote_authorities(self, section: EndpointSection) -> set[str]:
+        """Returns the authorities whose uSubscription is asked at this endpoint."""
+        return set(parts.remote_authorities_of(self.config, section))
+
+    async def ask_usubscriptions(
+        self, section: EndpointSection, authorities: Collection[str], before: Mapping[str, InterestSource] | None = None
+    ) -> None:
+        """Asks the uSubscription services of these authorities at an endpoint. `before`: sources that they replace,
+        whose subscriptions serve until they answer. Raises UStatusError for an unusable file."""
+        made = parts.remote_sources_of(
+            self.config, section, self.hosted, self.endpoints, self.runtime, lambda authority: authority in authorities
+        )
+        for source in made:
+            if before is not None and source.name in before:
+                source.replace(list(before[source.name].subscriptions()))
+            await self.interest.add_source(source)
+            task = self.start_task(source.start(), f"learn the interest {section.name}")
+            self.attached[section.name].asking[source.name] = task
+
+    async def _forget_usubscriptions(self, authorities: Collection[str]) -> None:
+        """Asks the uSubscription services of these authorities no more."""
+        for source in [one for one in self.interest.sources if isinstance(one, ServiceInterest)]:
+            if source.name in authorities:
+                await _end([task for one in self.attached.values() if (task := one.asking.pop(source.name, None))])
+                await self.interest.remove_source(source)
+
+
+async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -9,12 +9,13 @@ from streamer.operating.operations import Arguments, Operation, Operations
 
 if TYPE_CHECKING:
     from streamer.attaching import ChangeableAssembly
+    from streamer.reloading import Reloader
 
 VEHICLES_MAX: Final = 400  # in one answer; the admin port lists all
 CURSORS_MAX: Final = 400  # present and former endpoints
 
 
-def operations_of(streamer: ChangeableAssembly) -> Operations:
+def operations_of(streamer: ChangeableAssembly, reloader: Reloader) -> Operations:
     """Returns the operations of `streamer`, for the control socket and the admin port."""
 
     async def release(given: Arguments) -> dict[str, Any]:
@@ -29,6 +30,7 @@ def operations_of(streamer: ChangeableAssembly) -> Operations:
     return Operations(
         {
             **pause_operations(streamer.paused),
+            **reloader.operations(),
             "cursors": Operation(cursors),
             "release": Operation(release, ("consumer",), is_change=True),
             "vehicles": Operation(vehicles, ("count",)),

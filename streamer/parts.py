@@ -136,11 +136,16 @@ def endpoints_of(config: Config, transports: dict[str, UTransport] | None = None
 
 def endpoint_of(config: Config, section: EndpointSection, transport: UTransport | None = None) -> Endpoint:
     """Returns the endpoint, with `transport` or the one of its section; opens nothing."""
-    endpoint = Endpoint(section.name, section.authorities, transport or _transport(config, section), section.suffix)
+    endpoint = Endpoint(section.name, section.authorities, transport or transport_of(config, section), section.suffix)
+    adjust(endpoint, config, section)
+    return endpoint
+
+
+def adjust(endpoint: Endpoint, config: Config, section: EndpointSection) -> None:
+    """Has an endpoint with a new transport do what its section says."""
     endpoint.sends.ms_max = config.egress.send_ms_max
     endpoint.transport.tells_absence = section.hold
     endpoint.tells_absence = section.hold and Capability.ABSENCE in endpoint.transport.capabilities
-    return endpoint
 
 
 def make_transport(config: Config, section: EndpointSection) -> UTransport:
@@ -150,7 +155,8 @@ def make_transport(config: Config, section: EndpointSection) -> UTransport:
     return plugins.create(section.transport, section.settings, LocalUriProvider(authority, ENTITY, VERSION))
 
 
-def _transport(config: Config, section: EndpointSection) -> UTransport:
+def transport_of(config: Config, section: EndpointSection) -> UTransport:
+    """Returns the transport of an endpoint, not open; one that only reports why, if its constructor fails."""
     try:
         transport = make_transport(config, section)
         transport.message_bytes_max, transport.refused = config.limits.message_bytes_max, {}
@@ -223,12 +229,24 @@ def _saved_interest(config: Config, authority: str) -> Path:
     return config.streamer.data_dir / f"interest-{authority}.json"
 
 
-def remote_sources_of(
-    config: Config, section: EndpointSection, hosted: HostedTransport, endpoints: Endpoints, runtime: Runtime
-) -> list[InterestSource]:
-    """Returns the uSubscription services on the network of an endpoint; empty if its mode is not remote."""
+def remote_authorities_of(config: Config, section: EndpointSection) -> list[str]:
+    """Returns the authorities whose uSubscription services are asked at an endpoint; empty if its mode is not
+    remote."""
     if config.usubscription_of(section) != "remote":
         return []
+    named = (authority for authority in section.authorities if not uris.is_pattern(authority))
+    return [authority for authority in named if not uris.is_one_of(authority, config.answers_for)]
+
+
+def remote_sources_of(
+    config: Config,
+    section: EndpointSection,
+    hosted: HostedTransport,
+    endpoints: Endpoints,
+    runtime: Runtime,
+    wanted: Callable[[str], bool] = lambda authority: True,
+) -> list[InterestSource]:
+    """Returns the uSubscription services on the network of an endpoint, of the authorities that are `wanted`."""
     endpoint = endpoints[section.name]
     return [
         ServiceInterest(
@@ -241,8 +259,8 @@ def remote_sources_of(
             lives_there=lambda authority: endpoints.owner(authority) is endpoint,
             subscriptions_max=limits_of(config).subscriptions_max,
         )
-        for authority in section.authorities
-        if not uris.is_pattern(authority) and not uris.is_one_of(authority, config.answers_for)
+        for authority in remote_authorities_of(config, section)
+        if wanted(authority)
     ]
 
 
@@ -288,7 +306,7 @@ async def logs_of(config: Config, runtime: Runtime) -> tuple[Logs, IdWindow]:
         ) from None
     volatile_topics = limits.volatile_topics_max if history.volatile else 1  # without a pattern none is used
     shared: dict[str, Any] = {
-        "retention_ms": int(history.retention_hours * 3_600_000),
+        "retention_ms": _retention_ms(config),
         "authority_streams_max": limits.authority_topics_max,
         "runtime": runtime,
     }
@@ -309,13 +327,30 @@ async def logs_of(config: Config, runtime: Runtime) -> tuple[Logs, IdWindow]:
             if durable.knows_stream(stream):  # else its records are damaged, which is reported when they are read
                 source = durable.stream(stream).source.SerializeToString()
                 window.take(id + source)
-        kept = [topic for section in config.epochs for topic in section.topics]
-        kept += [section.topic for section in config.channel]
-        kept += [topic for section in config.recovery for topic in section.topics]
-        return Logs(durable, volatile, patterns(history.volatile), patterns([*history.record, *kept])), window
+        return Logs(durable, volatile, patterns(history.volatile), recorded_of(config)), window
     except BaseException:
         await durable.close()
         raise
+
+
+def recorded_of(config: Config) -> list[UUri]:
+    """Returns the patterns of topics that are kept whether or not somebody has subscribed."""
+    kept = [topic for section in config.epochs for topic in section.topics]
+    kept += [section.topic for section in config.channel]
+    kept += [topic for section in config.recovery for topic in section.topics]
+    return patterns([*config.history.record, *kept])
+
+
+def retain(config: Config, logs: Logs) -> None:
+    """Has open logs keep what the configuration says."""
+    history = config.history
+    age_ms = _retention_ms(config)
+    logs.durable.limit(age_ms, history.retention_mib << 20, history.gather_ms)
+    logs.volatile.limit(age_ms, history.volatile_mib << 20)
+
+
+def _retention_ms(config: Config) -> int:
+    return int(config.history.retention_hours * 3_600_000)
 
 
 async def keeper_of(config: Config, logs: Logs, runtime: Runtime) -> Keeper:
@@ -416,6 +451,10 @@ def notes_of(config: Config, endpoints: Endpoints, rules: Iterable[Rule]) -> Ite
             yield f"endpoint {endpoint.name}: {what} of other networks from us"
 
 
-def entry_of(section: AccessSection) -> AccessEntry:
+def access_of(config: Config) -> list[AccessEntry]:
+    return [_entry_of(section) for section in config.access]
+
+
+def _entry_of(section: AccessSection) -> AccessEntry:
     parsed = ([*map(AccessPattern.parse, texts)] for texts in (section.callers, section.allow, section.deny))
     return AccessEntry(section.endpoint or "", *parsed)

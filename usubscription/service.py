@@ -355,7 +355,7 @@ class USubscriptionService:
         self._expiry_news = asyncio.Event()
         self._is_open = self._started = False
         self._calls: Counter[str] = Counter()
-        self._may_reset: MayReset = reset
+        self.may_reset: MayReset = reset
         self._refused: Counter[str] = Counter()
 
     @property
@@ -476,10 +476,10 @@ class USubscriptionService:
 
     async def _reset(self, codec: V3 | V4, request: UMessage) -> Message:
         caller = uris.format(request.attributes.source)
-        host = None if self._may_reset == "all" else self._host(request)
+        host = None if self.may_reset == "all" else self._host(request)
         try:
             codec.check_reset(request)
-            if self._may_reset == "off":
+            if self.may_reset == "off":
                 raise UStatusError(UCode.PERMISSION_DENIED, 'Reset is turned off (usubscription.reset = "off")')
             await self.store.submit(Reset(host, uuids.to_bytes(request.attributes.id)))
         except UStatusError as error:

@@ -159,7 +159,7 @@ class ServiceInterest(InterestSource):
             transport, local, authority, call_ms=call_ms, probe_ms=probe_ms, listed_max=subscriptions_max
         )
         self._client.on_change(self._on_change)
-        self._refresh_ms, self._random = refresh_ms, runtime.rng.random
+        self.refresh_ms, self._random = refresh_ms, runtime.rng.random
         self.healthy, self._why = False, ""  # the last error
         self._asked: dict[str, dict[Key, UUri]] = {}  # by authority; the longest known topics first
         self._unanswered: set[Key] = set()
@@ -264,7 +264,7 @@ class ServiceInterest(InterestSource):
             if self._was_full:
                 self._was_full = False
                 self.changed(None)  # so that the topics are asked again
-            wait_ms = (self._refresh_ms if self.healthy else backoff.next_ms()) * (0.75 + self._random() / 2)
+            wait_ms = (self.refresh_ms if self.healthy else backoff.next_ms()) * (0.75 + self._random() / 2)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_ms / 1000):
                     await self._news.wait()

@@ -181,18 +181,24 @@ class Writer:
         self._next_retention = self._next_sample = self._next_cursors = 0.0
         self._may_shrink = True  # the last step of retention found something to do, or was not needed
         self._monotonic = store.runtime.monotonic
+        self._gathering = Gathering(gather_ms, GATHER_RECORDS)
         # None: commit what was saved although nothing is appended
         self.worker: Worker[Append | None] = store.runtime.worker(
             f"history-{name}",
             self._turn,
             batch_max=TRANSACTION_RECORDS_MAX,
             weigh=lambda job: 0 if job is None else len(job.messages),
-            gathering=Gathering(gather_ms, GATHER_RECORDS) if gather_ms else None,
+            gathering=self._gathering,
             tick_s=IDLE_TICK_S,
             finish=store.close,
         )
 
     # -- loop side
+
+    def limit(self, age_ms: int, bytes_max: int, gather_ms: float) -> None:
+        """Change the limits of retention, and how long a message waits for others; see Log.limit."""
+        self._retention.age_ms, self._store.bytes_max = age_ms, bytes_max
+        self._gathering.window_s = gather_ms / 1_000
 
     def save(self, changes: LogChanges) -> None:
         """Write `changes` with the next transaction."""

@@ -107,6 +107,13 @@ class Cursors:
         else:
             self._storage.save(LogChanges(cursors={name: cursor}))
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give cursors other names, in one transaction. The new names are not in use."""
+        moved = {new: self._cursors.pop(old) for old, new in names.items()}
+        assert not moved.keys() & self._cursors.keys(), "a renamed cursor would replace another one"
+        self._cursors |= moved
+        self._storage.save(LogChanges(cursors={**dict.fromkeys(names), **moved}))
+
     def drop(self, name: str) -> None:
         """Drop a cursor if it exists."""
         if self._cursors.pop(name, None) is not None:

@@ -217,6 +217,12 @@ class Log(Streams):
         storage.start(retention, opened._on_written)
         return opened
 
+    def limit(self, retention_ms: int, retention_bytes: int, gather_ms: float = GATHER_MS) -> None:
+        """Change what `open` was given. What is too much now is deleted by the next steps of retention."""
+        assert min(retention_ms, retention_bytes) > 0, "a log keeps records"
+        self.retention_ms, self.retention_bytes = retention_ms, retention_bytes
+        self._storage.limit(retention_ms, retention_bytes, gather_ms)
+
     async def close(self) -> None:
         """Write everything that is queued, and close. May be called twice."""
         if not self._closed:

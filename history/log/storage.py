@@ -94,6 +94,10 @@ class DurableStorage:
         # stores the messages; `on_written` reports it, also if it fails
         self.append: Callable[[Append], None] = self.writer.worker.put
 
+    def limit(self, age_ms: int, bytes_max: int, gather_ms: float) -> None:
+        """See Log.limit."""
+        self.writer.limit(age_ms, bytes_max, gather_ms)
+
     async def close(self) -> None:
         """Write everything that is queued, and release the file."""
         self._closed = True
@@ -170,6 +174,10 @@ class VolatileStorage:
     def start(self, retention: Retention, on_written: Callable[[Written], None]) -> None:
         self._retention, self._on_written = retention, on_written
         self.age()
+
+    def limit(self, age_ms: int, bytes_max: int, _gather_ms: float) -> None:
+        """See Log.limit."""
+        self._retention.age_ms, self.tail.bytes_max = age_ms, bytes_max
 
     async def close(self) -> None:
         if self._aging is not None:

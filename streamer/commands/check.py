@@ -46,9 +46,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     with terminal.errors(terminal.EXIT_CONFIG):
         loaded = configs.load(config)
         check_extra(loaded)
-    found = findings(loaded, config.read_text(encoding="utf-8-sig"))
-    if wrong := [f"{config}:{one.line}: {one.what}" for one in found if one.fatal]:
-        raise UStatusError(UCode.FAILED_PRECONDITION, "\n".join(wrong))
+    found = usable_files(loaded, config)
     made = asyncio.run(_make_transports(loaded))
     endpoints = endpoints_of(loaded, made)
     following = notes_of(loaded, endpoints, map(rule_of, loaded.rules))
@@ -68,6 +66,23 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     for pause in paused:
         terminal.out.print(f"paused: {pause.topic} to {pause.peer}", markup=False)
     terminal.out.print(f"{config} has no mistakes", markup=False)
+
+
+def usable(path: Path) -> Config:
+    """Returns the configuration in a file. Raises UStatusError for its mistakes, and for files named there that can't
+    be used."""
+    config = configs.load(path)
+    usable_files(config, path)
+    return config
+
+
+def usable_files(config: Config, path: Path) -> list[Finding]:
+    """Returns what is notable about the files that a configuration names. Raises FAILED_PRECONDITION if one of them
+    can't be used."""
+    found = findings(config, path.read_text(encoding="utf-8-sig"))
+    if wrong := [f"{path}:{one.line}: {one.what}" for one in found if one.fatal]:
+        raise UStatusError(UCode.FAILED_PRECONDITION, "\n".join(wrong))
+    return found
 
 
 def _tables(config: Config, file: Path) -> Iterator[tuple[str, Sequence[str], Iterable[Sequence[object]]]]:

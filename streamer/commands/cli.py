@@ -31,7 +31,7 @@ app.add_typer(cursors_app)
 
 serving = (run.run, check.check, run.usubscription)
 on_a_network = (client.subscribe, client.publish, client.call, client.replay, history.history_)
-on_a_streamer = (operating.pause, operating.resume, operating.paused, operating.vehicles)
+on_a_streamer = (operating.pause, operating.resume, operating.paused, operating.reload, operating.vehicles)
 on_stores = (operating.subscriptions, operating.dead_letters)
 for command in (*serving, *on_a_network, *on_a_streamer, *on_stores, client.demo):
     options.add(app, command)

@@ -61,6 +61,21 @@ def _control(do: str, topic: str, peer: str, at: DataDir, as_json: bool) -> None
         terminal.out.print("nothing is paused")
 
 
+def reload(
+    at: DataDir,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file, and show what it changes.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Have a running streamer take over its changed file. If anything in it is wrong, nothing is changed.
+
+    Example: [bold]up-streamer reload --config vehicle.toml --dry-run[/]
+    """
+    answer = control.require(at.path, "reload", {"dry_run": dry_run}, answer_s=None)
+    done = "ok: these changes are possible" if dry_run else "ok: reloaded"
+    lines = [*answer["changes"], done] if answer["changes"] else ["ok: nothing has changed in the file"]
+    terminal.tell(as_json, answer, "\n".join(lines))
+
+
 def vehicles(
     at: DataDir,
     top: Annotated[int, typer.Option(min=1, max=VEHICLES_MAX, help="How many: those that send most.")] = 20,

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, MutableMapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
@@ -19,7 +20,9 @@ import typer
 from storage import logs
 from streamer import config as configs
 from streamer.commands import terminal
+from streamer.commands.check import usable
 from streamer.commands.options import AsJson, ConfigFile, Settings, parse_settings
+from uprotocol.status import UStatusError
 
 if TYPE_CHECKING:
     from streamer.app import Streamer
@@ -41,34 +44,50 @@ def run(config: ConfigFile, as_json: AsJson = False) -> None:
     logs.configure(loaded.streamer.log_level, loaded.streamer.log_format)
     sys.setswitchinterval(terminal.SWITCH_INTERVAL_S)
     with terminal.errors(log_format=loaded.streamer.log_format):
-        asyncio.run(_serve(loaded, as_json))
+        asyncio.run(_serve(loaded, config, as_json))
 
 
-async def _serve(config: configs.Config, as_json: bool) -> None:
+async def _serve(config: configs.Config, path: Path, as_json: bool) -> None:
     from streamer.app import serve  # imported here: slow, and no other command needs it
 
     gc.set_threshold(*GC_THRESHOLDS)
     manager, stopping = ServiceManager(), asyncio.Event()
+    running: list[Streamer] = []  # once it is ready
+    reloads: set[asyncio.Task[None]] = set()
 
     def on_ready(streamer: Streamer) -> None:
-        port = streamer.admin.port if streamer.admin else None
+        port = streamer.admin.port or None
         names = ", ".join(endpoint.name for endpoint in streamer.endpoints)
         data = {"ready": True, "authority": config.authority, "admin_port": port}
         with contextlib.suppress(OSError):  # a closed standard output is no reason to stop
             terminal.tell(as_json, data, f"ready: {config.authority} joins {names}")
         manager.ready(lambda: _status(streamer))
 
+        running.append(streamer)
+
     def stop() -> None:
         manager.stopping()
         stopping.set()
 
+    def reload() -> None:
+        if running:
+            reloads.add(task := asyncio.ensure_future(_reload(running[0])))
+            task.add_done_callback(reloads.discard)
+        else:
+            structlog.get_logger().warning("not reloaded: the streamer is not ready; it has just read its file")
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
-    what = "SIGHUP changes nothing: the configuration is read at the start, so restart to have it read again"
-    loop.add_signal_handler(signal.SIGHUP, structlog.get_logger().warning, what)
+    loop.add_signal_handler(signal.SIGHUP, reload)
     async with manager:
-        await serve(config, on_ready, stopping)
+        await serve(config, on_ready, stopping, partial(usable, path))
+
+
+async def _reload(streamer: Streamer) -> None:
+    """Reloads at a signal: the log and /readyz have the result."""
+    with contextlib.suppress(UStatusError):
+        await streamer.reloader.reload()
 
 
 def _status(streamer: Streamer) -> str:

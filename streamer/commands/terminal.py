@@ -64,7 +64,7 @@ def finish(work: Coroutine[Any, Any, T]) -> T:
 
 def tell(as_json: bool, data: dict[str, Any], line: str) -> None:
     """Print `data` as JSON, or `line`."""
-    print(json.dumps(data) if as_json else plain(line), flush=True)
+    print(json.dumps(data) if as_json else "\n".join(map(plain, line.split("\n"))), flush=True)
 
 
 def tell_all(as_json: bool, rows: Iterable[dict[str, Any]], title: str, columns: Sequence[str]) -> None:

@@ -7,6 +7,7 @@
 [[follow]]  whose history is followed
 [[epochs]]  which topics have epochs together
 [http] [grip] [[channel]] [[proxy]]  the HTTP edge    [[recovery]]  where lost messages can be had
+changes.py         What differs between two configurations, in the words of the file, and what needs a restart
 edge.py            The sections of the HTTP edge
 model.py           The whole configuration, what follows from it, and how the TOML file is read
 sections.py        The sections of the configuration, each with the checks of its own keys

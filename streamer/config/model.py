@@ -172,6 +172,13 @@ def _mistakes_of_endpoints(config: Config) -> Iterator[tuple[str, Location]]:
                 yield what, ("endpoint", index, "authorities")
         if len(set(endpoint.authorities)) < len(endpoint.authorities):
             yield f"endpoint {endpoint.name!r} names an authority twice", ("endpoint", index, "authorities")
+    before = [endpoint.renamed_from for endpoint in config.endpoint]
+    for index, endpoint in enumerate(config.endpoint):
+        old, place = endpoint.renamed_from, ("endpoint", index, "renamed_from")
+        if old is not None and old in names:
+            yield f"endpoint {endpoint.name!r}: renamed_from {old!r} is the name of an endpoint in this file", place
+        elif old is not None and old in before[:index]:
+            yield f"two endpoints are renamed from {old!r}; only one gets what waits for it", place
     yield from _mistakes_of_home(config, list(owners))
 
 

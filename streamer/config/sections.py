@@ -167,12 +167,14 @@ class EndpointSection(Section):
 
     name: str = Field(pattern=NAME)
     """in rules, metrics and messages, and the name under which the log keeps what waits for it. Rename an endpoint, and
-    its backlog waits under the old name: see below"""
+    its backlog waits under the old name, unless `renamed_from` has that: see below"""
     transport: str
     """`zenoh`, `mqtt5`, `dds`, `local`, or a plugin that is installed"""
     authorities: list[AuthorityPattern] = Field(min_length=1)
     """who lives there; `"*.vin123"` are all that end so, `"*"` is every authority that no other endpoint names (the
     fleet side of a cloud gateway). An authority has one network"""
+    renamed_from: str | None = Field(default=None, pattern=NAME)
+    """its name before: what waits under that name is carried over, in order, once, and so are its pauses"""
     suffix: Suffix | None = None
     """of an endpoint that leads off the vehicle: there our `ecu1` is `ecu1.SUFFIX`; `""` says that our names are unique
     as they are. See [names.md](names.md)"""

@@ -7,9 +7,12 @@ import importlib.util
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import structlog
+
 from streamer.config import Config
 from streamer.edge.places import Places
 from streamer.operating.states import Condition, Sample
+from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -19,6 +22,12 @@ if TYPE_CHECKING:
     from streamer.grip.channels import Channels
 
 EXTRA: Final = {"aiohttp_sse": "aiohttp-sse", "jwt": "pyjwt"}  # modules of the extra `http`, and their packages
+
+
+OPEN_MS_MIN: Final = 500  # shortest and ...
+OPEN_MS_MAX: Final = 30_000  # ... longest pause between attempts to open it after a change
+
+log = structlog.get_logger()
 
 
 class Handlers(NamedTuple):
@@ -49,10 +58,16 @@ def check_extra(config: Config) -> None:
 
 class HttpEdge:
     """The servers at `http.listen` and `grip.publish`, each if it is configured. `make` returns the handlers: it is
-    called once when the edge opens; `callers` is None without `http.listen`."""
+    called when the edge opens; `callers` is None without `http.listen`."""
 
     def __init__(self, config: Config, make: Callable[[Callers | None, Places], Handlers]) -> None:
-        self._config, self._make = config, make
+        self._make = make
+        self._trouble = ""  # why it could not be opened after a change
+        self._changed = asyncio.Event()
+        self._configure(config)
+
+    def _configure(self, config: Config) -> None:
+        self._config = config
         self.places = Places(config.http.clients_max, config.http.each_client_max)
         self.port = self.publish_port = 0  # known once it is open
         self.handlers = Handlers()
@@ -63,6 +78,8 @@ class HttpEdge:
     async def open(self) -> None:
         """Raises UStatusError: UNAVAILABLE if a port can't be opened, FAILED_PRECONDITION for a file that can't be
         used."""
+        if not is_wanted(self._config):
+            return
         from streamer.edge.callers import Callers  # imports aiohttp (0.1 s, 11 MiB)
         from streamer.edge.server import EdgeServer, PublishServer
 
@@ -85,8 +102,32 @@ class HttpEdge:
 
     async def run(self) -> None:
         """Reads the tokens again when their file changes, and ends clients whose token is gone, until cancelled."""
-        if self._callers is not None:
-            await self._callers.run(self.places.look)
+        while True:
+            self._changed.clear()
+            looking = None if self._callers is None else asyncio.create_task(self._callers.run(self.places.look))
+            try:
+                await self._changed.wait()
+            finally:
+                if looking is not None:
+                    looking.cancel()
+
+    async def change(self, config: Config) -> None:
+        """End all clients, which come back, and serve what `config` names. While a port or a file can't be used, it is
+        tried again, and `conditions` has the reason."""
+        backoff = Backoff(OPEN_MS_MIN, OPEN_MS_MAX)
+        while True:
+            await self.close()
+            self._configure(config)
+            try:
+                await self.open()
+            except UStatusError as error:
+                self._trouble = f"the HTTP edge can't be opened: {error.message}"
+                log.error("the HTTP edge can't be opened; trying again", error=error.message, attempt=backoff)
+                await backoff.wait()
+            else:
+                self._trouble = ""
+                self._changed.set()
+                return
 
     async def close(self) -> None:
         """May be called twice."""
@@ -97,6 +138,8 @@ class HttpEdge:
             await closed()
 
     def conditions(self) -> Iterator[Condition]:
+        if self._trouble:
+            yield Condition(self._trouble, is_fatal=True)
         if self._callers is not None:
             yield from self._callers.conditions()
         if self._server is not None:
@@ -109,6 +152,8 @@ class HttpEdge:
             yield self._server.note
 
     def samples(self) -> Iterator[Sample]:
+        if not is_wanted(self._config):
+            return
         for server in (self._server, self._publishing):
             if server is not None:
                 yield from server.samples()

@@ -86,7 +86,7 @@ class Claims:
         self, pumps: Sequence[Pump], logs: Sequence[Log], limit_ms: int, away_s: Callable[[Endpoint], float]
     ) -> None:
         """`away_s(endpoint)`: how long its network has been away, while the streamer ran; 0: it is connected."""
-        self._pumps, self._logs, self._limit_ms, self._away_s = pumps, logs, limit_ms, away_s
+        self._pumps, self._logs, self.limit_ms, self._away_s = pumps, logs, limit_ms, away_s
         self._saved_at = asyncio.get_running_loop().time()
         self.unclaimed: list[Unclaimed] = []
 
@@ -147,7 +147,7 @@ class Claims:
         for waits in self.unclaimed:
             waits.absent_ms += ms
             for name, seq in waits.cursors.items():
-                waits.log.cursors.set(name, seq, holds=waits.absent_ms < self._limit_ms, absent_ms=waits.absent_ms)
+                waits.log.cursors.set(name, seq, holds=waits.absent_ms < self.limit_ms, absent_ms=waits.absent_ms)
 
     def samples(self) -> Iterator[Sample]:
         for waits in self.unclaimed:
@@ -156,10 +156,10 @@ class Claims:
     def conditions(self) -> Iterator[Condition]:
         for pump in self._pumps:
             absent_ms = self.absent_ms(pump)
-            if pump.backlog and absent_ms >= self._limit_ms * WARNING:
+            if pump.backlog and absent_ms >= self.limit_ms * WARNING:
                 what = f"the {pump.backlog} records that it has not had"
                 yield Condition(f"it has been away: {self._end(absent_ms)} {what}", pump.peer.name)
-            if pump.topic_holds.waited_ms >= self._limit_ms * WARNING:
+            if pump.topic_holds.waited_ms >= self.limit_ms * WARNING:
                 what = f"{len(pump.topic_holds)} topics wait for endpoint {pump.peer.name}, paused or undecided"
                 yield Condition(
                     f"{what}: {self._end(pump.topic_holds.waited_ms)} what has come of them", pump.peer.name
@@ -173,8 +173,13 @@ class Claims:
             )
 
     def _end(self, absent_ms: int) -> str:
-        left_ms = self._limit_ms - absent_ms
+        left_ms = self.limit_ms - absent_ms
         return (f"in {left_ms / 3_600_000:.1f} h " if left_ms > 0 else "") + "retention by age may take"
+
+
+def endpoint_of(name: str) -> str:
+    """Returns the endpoint that a cursor belongs to, in whichever way; "" if it is none of an endpoint."""
+    return name.removeprefix(BEGAN_PREFIX) if name.startswith(BEGAN_PREFIX) else _owner(name)
 
 
 def _owner(name: str) -> str:

@@ -188,6 +188,11 @@ class Paused:
             await self._change(removed(self, pattern, peer))
             return before - len(self)
 
+    async def rename(self, old: str, new: str) -> None:
+        """Have the pauses toward endpoint `old` be toward `new`. Raises UNAVAILABLE."""
+        async with self._turn:
+            await self._change([one._replace(peer=new) if one.peer == old else one for one in self])
+
     async def _change(self, pauses: list[Pause]) -> None:
         if set(pauses) == set(self._patterns) and not self.trouble:
             return

@@ -310,6 +310,12 @@ class Express:
     def add_endpoint(self, endpoint: Endpoint) -> None:
         self.queues[endpoint.name] = ExpressQueue(endpoint, self, self._backoff())
 
+    def limit(self, messages_max: int) -> None:
+        """Change how many messages may wait for each endpoint."""
+        self.messages_max = messages_max
+        for queue in self.queues.values():
+            queue.limit(messages_max)
+
     def remove_endpoint(self, name: str) -> None:
         """Fail what waits in its queue with UNAVAILABLE. Call it once `run` of the queue has been cancelled."""
         self.queues.pop(name).fail_all(UCode.UNAVAILABLE, f"endpoint {name!r} was removed")
@@ -358,6 +364,10 @@ class ExpressQueue:
         self._frames: Shares[Hashable] = Shares(*limits, SENDERS_SHARE)
         self._answers: Shares[Hashable] = Shares(ANSWERS_MAX, express.bytes_max, CALLERS_SHARE)
         self._sender = Sender[ExpressMessage](peer, EXPRESS_MESSAGES_MAX, EXPRESS_BYTES_MAX)
+
+    def limit(self, messages_max: int) -> None:
+        for shares in (self._callers, self._senders, self._frames):
+            shares.limit(messages_max)
 
     def __len__(self) -> int:
         """Returns the number of messages that wait or are being sent."""

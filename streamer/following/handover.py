@@ -64,7 +64,7 @@ class HandOvers:
         self._turn = asyncio.Lock()
         self.refusals: dict[str, str] = {}  # why the last request for an endpoint was refused
         self._taken: set[str] = set()  # endpoints whose publishes are followed
-        self._absent_ms_max = absent_ms_max
+        self.absent_ms_max = absent_ms_max
         self._silent_ms: dict[str, float] = {}  # how long these followers have been silent, and ...
         self._saved_ms: dict[str, float] = {}  # ... how much of that is on disk
         for endpoint in endpoints:
@@ -134,7 +134,7 @@ class HandOvers:
 
     def _hold(self, name: str, source: Log, seq: int) -> None:
         silent_ms = self._silent_ms.get(name, 0)
-        holds = silent_ms < self._absent_ms_max
+        holds = silent_ms < self.absent_ms_max
         source.cursors.set(FOLLOWED_PREFIX + name, seq, holds=holds, absent_ms=int(silent_ms))
 
     def _heard(self, name: str) -> None:
@@ -163,7 +163,7 @@ class HandOvers:
             if pauses := self._paused.toward(self._endpoints[name]):
                 what = f"the pause of {pauses[0].topic} holds no publish back, for they are followed"
                 yield Condition(f"{what}; resume it", name)
-            if self._silent_ms.get(name, 0) >= self._absent_ms_max * WARNING:
+            if self._silent_ms.get(name, 0) >= self.absent_ms_max * WARNING:
                 hours = self._silent_ms[name] / 3_600_000
                 what = f"{uris.format(self._followed_by[name])} has not followed for {hours:.0f} hours"
                 yield Condition(f"{what}; retention by age will soon delete what it has not had", name)

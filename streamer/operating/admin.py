@@ -20,9 +20,13 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
+import structlog
+
 from streamer.config import AdminSection
 from streamer.operating.operations import Operations
-from streamer.operating.states import NOT_READY, READY
+from streamer.operating.states import NOT_READY, READY, Condition
+from uprotocol.pacing import Backoff
+from uprotocol.status import UStatusError
 
 if TYPE_CHECKING:
     from streamer.operating.http_port import HttpPort
@@ -32,6 +36,12 @@ LINES_SHOWN_MAX: Final = 300  # of problems, and of notes; enough for PAUSES_MAX
 LINE_CHARACTERS_MAX: Final = 1_000
 LOOP_SHARE: Final = 0.1  # of the loop's time, for answers
 LOOP_S_MAX: Final = 0.25  # ... and at once; the first answer of each page is always made
+
+
+OPEN_MS_MIN: Final = 500  # shortest and ...
+OPEN_MS_MAX: Final = 30_000  # ... longest pause between attempts to open the port after a change
+
+log = structlog.get_logger()
 
 
 class AdminAnswer(NamedTuple):
@@ -47,7 +57,7 @@ class Admin:
 
     def __init__(
         self,
-        address: str,
+        address: str | None,
         problems: Callable[[], list[str]],
         metrics: Callable[[], bytes] = lambda: b"",
         notes: Callable[[], list[str]] = list,
@@ -57,8 +67,8 @@ class Admin:
         guard: AdminSection | None = None,
         operations: Operations | None = None,
     ) -> None:
-        host, _, port = address.rpartition(":")
-        self._host, self.port = host.strip("[]"), int(port)
+        self._address, self.port = address, 0  # the port is known once it is open
+        self._trouble = ""  # why it could not be opened after a change
         self._problems, self._metrics, self._notes, self._vehicles = problems, metrics, notes, vehicles
         self._states, self._guard, self._operations = states, guard or AdminSection(), operations
         self._made: dict[Callable[[], AdminAnswer], AdminAnswer] = {}  # the last answers
@@ -74,11 +84,35 @@ class Admin:
 
     async def open(self) -> None:
         """Raises UStatusError: UNAVAILABLE if the port can't be opened, FAILED_PRECONDITION for a file of `guard`."""
+        if self._address is None:
+            return
         from streamer.operating.http_port import HttpPort  # imports aiohttp (0.1 s, 11 MiB) only if needed
 
+        host, _, port = self._address.rpartition(":")
         pages = {"/metrics": self.metrics, "/healthz": self.health, "/readyz": self.ready}
         self._http = HttpPort(pages, {"/vehicles": self.vehicles}, self._operations, self._guard)
-        self.port = await self._http.open(self._host, self.port)
+        self.port = await self._http.open(host.strip("[]"), int(port))
+
+    async def change(self, address: str | None, guard: AdminSection) -> None:
+        """Close the port and serve `address`; None: nothing. While it can't be opened, it is tried again, and
+        `conditions` has the reason."""
+        backoff = Backoff(OPEN_MS_MIN, OPEN_MS_MAX)
+        await self.close()
+        self._http, self._address, self._guard, self.port = None, address, guard, 0
+        while True:
+            try:
+                await self.open()
+            except UStatusError as error:
+                self._trouble = f"the admin port can't be opened: {error.message}"
+                log.error("the admin port can't be opened; trying again", error=error.message, attempt=backoff)
+                await backoff.wait()
+            else:
+                self._trouble = ""
+                return
+
+    def conditions(self) -> Iterator[Condition]:
+        if self._trouble:
+            yield Condition(self._trouble)
 
     async def close(self) -> None:
         """Closes the port. May be called twice."""

@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,9 +48,13 @@ class Control:
     def __init__(
         self, transport: UTransport, local: LocalUriProvider, paused: Paused, allowed: Sequence[UUri], drain_ms_max: int
     ) -> None:
-        self._paused, own = paused, local.get_authority()
-        self._allowed = [uris.with_authority(pattern, own) for pattern in allowed]
+        self._paused, self._own = paused, local.get_authority()
+        self.allow(allowed)
         self._server = InMemoryRpcServer(transport, local, check=self._check, drain_ms_max=drain_ms_max)
+
+    def allow(self, allowed: Iterable[UUri]) -> None:
+        """Changes who may call."""
+        self._allowed = [uris.with_authority(pattern, self._own) for pattern in allowed]
 
     async def start(self) -> None:
         """Registers the methods. Raises the errors of the transport."""

@@ -60,6 +60,8 @@ FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], s
         "How long a peer has been away while the streamer ran; 0: it is connected",
     ),
     "unclaimed_records": (GAUGE, "endpoint log", "Records that wait for an endpoint that is not configured"),
+    "reloads": (COUNTER, "result", "Reloads of the configuration: applied, or failed, which changes nothing"),
+    "reload_failed": (GAUGE, "", "1 if the last reload of the configuration has failed"),
     "paused": (GAUGE, "peer", "Patterns of topics that are paused for a peer"),
     "log_newest_seq": (GAUGE, "log", "Newest record of a log"),
     "log_oldest_seq": (GAUGE, "log", "Oldest record of a log"),

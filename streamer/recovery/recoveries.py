@@ -66,10 +66,9 @@ class Recoveries:
         self._endpoints, self._logs, self._flows, self._window = endpoints, logs, flows, window
         self._runtime, self.on_gap = runtime, on_gap
         self.on_answer: Callable[[UUri, str | None], None] = lambda _topic, _position: None
-        self._sources = [
-            AskedSource(section, _made(section), message_bytes_max, runtime.now_ms) for section in sections
-        ]
-        self._patterns = [(uris.parse(topic), source) for source in self._sources for topic in source.section.topics]
+        self._bytes_max = message_bytes_max
+        self._changed = asyncio.Event()
+        self._take(self.sources_of(sections))
         self._gates: dict[uris.Key, Gate] = {}
         self._refused: set[uris.Key] = set()  # topics beyond GATES_MAX, as many at most
         self._heard: set[Endpoint] = set()  # their networks are connected and listened to
@@ -80,6 +79,28 @@ class Recoveries:
 
     def __iter__(self) -> Iterator[Gate]:
         return iter(self._gates.values())
+
+    def sources_of(self, sections: Iterable[RecoverySection]) -> list[AskedSource]:
+        """Returns the sources of these sections, for `replace`. Raises UStatusError for a plugin or settings that can't
+        be used."""
+        return [AskedSource(section, _made(section), self._bytes_max, self._runtime.now_ms) for section in sections]
+
+    def _take(self, sources: list[AskedSource]) -> None:
+        self._sources = sources
+        self._patterns = [(uris.parse(topic), source) for source in sources for topic in source.section.topics]
+
+    def replace(self, sources: list[AskedSource]) -> list[AskedSource]:
+        """Use other sources from now on; what waits for the old ones goes back to the networks, and each topic is
+        asked for again. Returns the old ones, to be closed. `Rules.changed` has to be called in the same step."""
+        old = self._sources
+        for gate in self:
+            gate.stop()
+        self._gates.clear()
+        self._refused.clear()
+        self._take(sources)
+        self.load()
+        self._changed.set()
+        return old
 
     # Gates
 
@@ -148,11 +169,13 @@ class Recoveries:
 
     async def run(self) -> None:
         """Ask about silent topics until cancelled."""
-        waits = [one.section.idle_s for one in self._sources if one.section.idle_s is not None]
-        if not waits:
-            return
         loop = asyncio.get_running_loop()
         while True:
+            waits = [one.section.idle_s for one in self._sources if one.section.idle_s is not None]
+            if not waits:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
             await asyncio.sleep(min(LOOK_S, *waits))
             now = loop.time()
             for gate in self:

@@ -26,7 +26,7 @@ from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
 from uprotocol.encoded import EncodedMessage
 from uprotocol.status import OK, RETRYABLE, UStatusError
-from uprotocol.transport import Capability, HeardCallback, UListener, UTransport
+from uprotocol.transport import Capability, ConnectionCallback, HeardCallback, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -82,9 +82,31 @@ class Endpoint:
         self.sends = Sends(name, self._send)
         self.twins = Twins(lambda: asyncio.get_running_loop().time())
         self._addressed: Cache[bytes, tuple[str, str]] = Cache(ADDRESSES_CACHED_MAX)
+        self._connection_callbacks: list[ConnectionCallback] = []
         self.received = 0
         self.forwarded = 0
         self.dropped: Counter[str] = Counter()
+
+    def change(self, authorities: Iterable[str], transport: UTransport, suffix: str | None) -> None:
+        """Take other names and another transport, which is not open yet; the old one is closed. `Endpoints.changed`
+        has to be called in the same step."""
+        self.dropped.update(getattr(self.transport, "dropped", {}))
+        self.sends.interrupt()
+        if suffix != self.suffix:
+            self.names = None
+        self.authorities, self.transport, self.suffix, self.fault = frozenset(authorities), transport, suffix, ""
+        self._addressed.clear()
+        for callback in self._connection_callbacks:
+            self._report_connections(callback)
+
+    def on_connection(self, callback: ConnectionCallback) -> None:
+        """See UTransport.on_connection; also for each transport that replaces this one."""
+        self._connection_callbacks.append(callback)
+        self._report_connections(callback)
+
+    def _report_connections(self, callback: ConnectionCallback) -> None:
+        transport = self.transport
+        transport.on_connection(lambda connected: callback(connected) if self.transport is transport else None)
 
     @property
     def only_authority(self) -> str:
@@ -363,16 +385,22 @@ class Sends:
             self._timer = loop.call_at(due, self._look)
             return
         self.hangs += 1
-        calls = list(self._calls)
+        first = next(iter(self._calls))
         if not self.trouble:
-            since = datetime.fromtimestamp(uuids.now_ms() / 1_000 - (loop.time() - calls[0].began), UTC)
+            since = datetime.fromtimestamp(uuids.now_ms() / 1_000 - (loop.time() - first.began), UTC)
             self.trouble = (
                 f"since {since.isoformat(timespec='seconds')} its transport does not return from sending within "
                 f"{self.ms_max} ms (egress.send_ms_max): it is closed and opened again, and what was not answered is "
                 "sent again"
             )
-        log.error("a transport hangs", endpoint=self._name, calls=len(calls), hangs=self.hangs, why=self.trouble)
+        calls = len(self._calls)
+        log.error("a transport hangs", endpoint=self._name, calls=calls, hangs=self.hangs, why=self.trouble)
         self.hung.set()
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        """Answer all calls UNAVAILABLE, and cancel them: their transport is replaced, or is about to be closed."""
+        calls = list(self._calls)
         self._calls.clear()
         self._bytes = 0
         for call in calls:
@@ -422,14 +450,18 @@ class Endpoints:
     def add(self, endpoint: Endpoint) -> None:
         """Add an endpoint whose name and authorities no other one has."""
         self._by_name[endpoint.name] = endpoint
-        self._named |= dict.fromkeys(endpoint.authorities, endpoint)
-        self._forget_owners()
-        endpoint.names = Names(endpoint.suffix, self._is_inside) if endpoint.suffix else None
+        self.changed()
 
     def remove(self, endpoint: Endpoint) -> None:
         del self._by_name[endpoint.name]
-        for authority in endpoint.authorities:
-            del self._named[authority]
+        self.changed()
+
+    def changed(self) -> None:
+        """Have all owners found again: endpoints have other authorities or suffixes."""
+        self._named = {authority: endpoint for endpoint in self for authority in endpoint.authorities}
+        for endpoint in self:
+            if endpoint.names is None and endpoint.suffix:
+                endpoint.names = Names(endpoint.suffix, self._is_inside)
         self._forget_owners()
 
     def _forget_owners(self) -> None:

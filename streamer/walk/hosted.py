@@ -167,12 +167,12 @@ class HostedTransport(UTransport):
     def on_connection(self, callback: ConnectionCallback) -> None:
         self._connection_callbacks.append(callback)
         for endpoint in self._endpoints:
-            endpoint.transport.on_connection(callback)
+            endpoint.on_connection(callback)
 
     def endpoint_added(self, endpoint: Endpoint) -> None:
         """Report connections of `endpoint` to callbacks for all networks, too."""
         for callback in self._connection_callbacks:
-            endpoint.transport.on_connection(callback)
+            endpoint.on_connection(callback)
 
     def toward(self, endpoint: Endpoint) -> UTransport:
         """Returns the same transport with `connected` and `on_connection` of one network."""
@@ -300,7 +300,7 @@ class _Toward(UTransport):
         return self._endpoint.connected
 
     def on_connection(self, callback: ConnectionCallback) -> None:
-        self._endpoint.transport.on_connection(callback)
+        self._endpoint.on_connection(callback)
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
         return await self._hosted.send_batch(messages)
@@ -446,6 +446,10 @@ class Access(Sights):
         self._endpoints, self._rules, self._entries = endpoints, rules, entries
         self._cached = Cache[tuple[str, int, int], _Sight](SIGHTS_CACHED_MAX)
         self._cached_version = rules.version
+
+    def change(self, entries: Sequence[AccessEntry]) -> None:
+        """Use other entries. `Rules.changed` has to be called in the same step."""
+        self._entries = entries
 
     @property
     def version(self) -> int:

@@ -130,9 +130,9 @@ class AuthorityLedger:
     ) -> None:
         """`is_named(authority, endpoint)`: the endpoint names it, not only a pattern. `now`: loop time in seconds."""
         assert accounts_max > 1, "an account makes room for another one"
-        self._accounts_max, self._units_per_s, self._is_named = accounts_max, units_per_s, is_named
+        self._accounts_max, self._is_named = accounts_max, is_named
         self._now, self._now_ms = now, now_ms
-        self._burst = int(units_per_s * BURST_S)
+        self.limit(units_per_s)
         self._accounts: dict[tuple[str, str], Account] = {}  # per endpoint: a false name uses no foreign quota
         self.pressure = pressure
         self._next = 0  # start of the next slice
@@ -142,6 +142,10 @@ class AuthorityLedger:
         self.others = Account(OTHERS, "", UNLIMITED, False, 0.0)  # counts of all accounts outside `top`; never falls
         self._evicted_callbacks: list[Callable[[], None]] = []
         self._turn_callbacks: list[Callable[[], None]] = []
+
+    def limit(self, units_per_s: int) -> None:
+        """Change what an authority that only a pattern names may send, in units."""
+        self._units_per_s, self._burst = units_per_s, int(units_per_s * BURST_S)
 
     def __len__(self) -> int:
         return len(self._accounts)

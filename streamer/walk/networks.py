@@ -147,6 +147,13 @@ class Networks:
         del self._networks[name]
         self._back.set()
 
+    def record(self, record: Iterable[UUri]) -> None:
+        """Change the topics that are kept even if nobody has subscribed."""
+        self._record = tuple(record)
+        for network in self._networks.values():
+            network.filters.record(self._record)
+        self.listen_soon()
+
     async def run(self, endpoint: Endpoint) -> None:
         """Open the transport, listen to what is needed, and reopen it when it hangs, until cancelled."""
         network = self._networks[endpoint.name]
@@ -373,6 +380,10 @@ class EndpointFilters:
     def services_changed(self) -> None:
         """Have the next `sync` make the fixed filters again: the hosted services have changed."""
         self._made_for = None
+
+    def record(self, record: Iterable[UUri]) -> None:
+        """Have the next `sync` make the fixed filters again, for other topics that are kept."""
+        self._record, self._made_for = record, None
 
     def register_again(self) -> None:
         """Have the next `sync` register all filters again: the transport was closed and is opened again."""

@@ -71,6 +71,11 @@ class Rules:
         self.changed()
         return rule
 
+    def replace(self, rules: Iterable[Rule]) -> None:
+        """Use these rules and no others."""
+        self._rules = {(rule.ingress, rule.egress): rule for rule in rules}
+        self.changed()
+
     def changed(self) -> None:
         """Have everything derived from the rules derived again: also if other endpoints may own authorities now."""
         self.version += 1

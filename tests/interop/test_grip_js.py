@@ -88,7 +88,6 @@ class Stage:
         self.edge: Edge | None = None
 
     async def take(self, items: Sequence[Item]) -> None:
-        assert self.edge is not None
         for item in items:
             self.edge.channels.publish(item)
 

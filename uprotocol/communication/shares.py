@@ -52,10 +52,15 @@ class Shares(Generic[K]):
 
     def __init__(self, pieces_max: int = UNLIMITED, bytes_max: int = UNLIMITED, share: int = CALLERS_SHARE) -> None:
         """An owner may use 1/`share` of each limit, and at least one piece."""
-        self.pieces_max, self.bytes_max = pieces_max, bytes_max
-        self.each_pieces_max, self.each_bytes_max = max(1, pieces_max // share), bytes_max // share
+        self.bytes_max, self._share = bytes_max, share
+        self.each_bytes_max = bytes_max // share
+        self.limit(pieces_max)
         self.pieces = self.bytes = 0
         self.used: dict[K, tuple[int, int]] = {}  # pieces and bytes by owner, without owners that have none
+
+    def limit(self, pieces_max: int) -> None:
+        """Change the limit of pieces; what is used stays."""
+        self.pieces_max, self.each_pieces_max = pieces_max, max(1, pieces_max // self._share)
 
     def __repr__(self) -> str:
         return f"Shares({self.pieces} pieces of {self.bytes} bytes, {len(self.used)} owners)"
