@@ -21,21 +21,22 @@ import typer
 from history.file.load import Cursor
 from history.file.rows import CURSOR
 from history.log.log import Log
+from history.records.chunk import SEQ_MAX
 from history.service.consumers import CURSOR_PREFIX as CONSUMER_PREFIX
 from history.service.consumers import owner_of, owners
 from storage.disk import REAL_DISK
 from streamer.commands import terminal
 from streamer.commands.options import AsJson, DataDir
 from streamer.egress import claims
-from streamer.egress.claims import Listed
-from streamer.egress.holds import CURSOR_PREFIX, HELD_PREFIX, HOLDER, PARKED_PREFIX
+from streamer.egress.claims import Listed, endpoint_of
+from streamer.egress.holds import CURSOR_PREFIX, HELD_PREFIX, HOLDER, OWED_PREFIX, PARKED_PREFIX
 from streamer.egress.pump import BEGAN_PREFIX
+from streamer.following.handover import FOLLOWED_PREFIX
 from streamer.operating import control
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 
-HOLDS: Final = (PARKED_PREFIX, HELD_PREFIX)
 SCAN_RECORDS: Final = 10_000  # read from a log in one step
 SCAN_BYTES: Final = 16 << 20
 FOR_EVER: Final = 1 << 60  # no retention here: the streamer does it
@@ -210,8 +211,10 @@ async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False) 
             await _require_order(log, old, leaves, new, began, heir.seq)
         both = leaves if heir is None else leaves.earliest(heir)
         for name in rows:
-            if _is_of(name, old) or _is_of(name, new):
+            if endpoint_of(name) in (old, new):
                 log.cursors.drop(name)
+        if (followed := rows.get(FOLLOWED_PREFIX + new)) is not None:  # its follower goes on before what it had
+            log.cursors.set(FOLLOWED_PREFIX + new, both.seq, holds=followed.holds, holder=followed.holder)
         log.cursors.set(CURSOR_PREFIX + new, both.seq, holds=True, holder=HOLDER)
         for stream, seq in both.parked.items():
             log.cursors.set(f"{PARKED_PREFIX}{new}:{stream}", seq, holds=True, holder=HOLDER)
@@ -222,7 +225,8 @@ async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False) 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The seqs up to which an endpoint has every record: overall, by parked stream, and by held address."""
+    """The seqs up to which an endpoint, or the one who follows for it, has every record: overall, by stream that is
+    parked or owed to the follower, and by held address."""
 
     seq: int
     parked: dict[str, int]
@@ -231,8 +235,10 @@ class Place:
     @classmethod
     def of(cls, rows: Mapping[str, Cursor], endpoint: str) -> Self | None:
         """Returns None if `endpoint` has no cursor."""
-        row = rows.get(CURSOR_PREFIX + endpoint)
-        return None if row is None else cls(row.seq, *(_after(rows, f"{one}{endpoint}:") for one in HOLDS))
+        own = [rows[one + endpoint].seq for one in (CURSOR_PREFIX, FOLLOWED_PREFIX) if one + endpoint in rows]
+        parked, owed, held = (_after(rows, f"{one}{endpoint}:") for one in (PARKED_PREFIX, OWED_PREFIX, HELD_PREFIX))
+        streams = {one: min(parked.get(one, SEQ_MAX), owed.get(one, SEQ_MAX)) for one in parked.keys() | owed}
+        return cls(min(own), streams, held) if CURSOR_PREFIX + endpoint in rows else None
 
     def earliest(self, other: Place) -> Place:
         """Returns the lower of both seqs, overall, by stream and by address: a topic may be parked for only one."""
@@ -288,7 +294,7 @@ async def _forget(path: Path, endpoint: str) -> int:
         rows = log.cursors.all()
         _require(rows, endpoint)
         for name in rows:
-            if _is_of(name, endpoint):
+            if endpoint_of(name) == endpoint:
                 log.cursors.drop(name)
     return records
 
@@ -301,12 +307,6 @@ async def _open(path: Path) -> Log:
 def _require_log(path: Path) -> None:
     if not path.exists():
         raise invalid(f"there is no log at {path}: is this the data_dir of a streamer that has run?")
-
-
-def _is_of(name: str, endpoint: str) -> bool:
-    """True if `name` is any cursor of `endpoint`, held ones too."""
-    holds = tuple(f"{one}{endpoint}:" for one in HOLDS)
-    return name in (CURSOR_PREFIX + endpoint, BEGAN_PREFIX + endpoint) or name.startswith(holds)
 
 
 def _require(rows: Mapping[str, Any], endpoint: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -51,8 +53,21 @@ async def test_two_hung_brokers_hold_up_neither_the_start_nor_the_end(
         server.close()
 
 
-async def test_a_hangup_ends_nothing(make_gateway: MakeGateway, broker: Broker) -> None:
+async def test_a_hangup_reloads_the_file_or_says_why_not(make_gateway: MakeGateway, broker: Broker) -> None:
     gateway = await make_gateway(broker, "vehicle cloud", {})
+    text = gateway.config.read_text()
+    gateway.config.write_text(text + "[history]\nrecords = 7\n")
     gateway.child.process.send_signal(signal.SIGHUP)
-    await gateway.until_ready()
+    await gateway.until(lambda found: found["reload_failed"] == 1)
+    gateway.config.write_text(text + '[history]\nrecord = ["//vehicle1/FFFFFFFF/FF/FFFF"]\n')
+    gateway.child.process.send_signal(signal.SIGHUP)
+    await gateway.until(lambda found: found['reloads_total{result="applied"}'] == 1 and not found["reload_failed"])
+    gateway.config.write_text(text)
+    done = await asyncio.to_thread(_reload, "--config", str(gateway.config), "--dry-run")
+    assert done.splitlines() == ["~ history.record: -//vehicle1/FFFFFFFF/FF/FFFF", "ok: these changes are possible"]
     gateway.child.require_running()
+
+
+def _reload(*arguments: str) -> str:
+    command = [sys.executable, "-m", "streamer.commands.cli", "reload", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout

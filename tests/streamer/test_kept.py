@@ -396,3 +396,20 @@ async def test_a_store_that_may_not_be_opened_stops_nothing_else(make_world: Mak
     heard = await world.hear(cloud, SPEED)
     await vehicle.send(publish(SPEED, "forwarded all the same"))
     await heard.expect(1)
+
+
+@pytest.mark.parametrize("adopt", [True, False])
+async def test_what_a_follower_has_not_had_is_adopted_or_forgotten_too(tmp_path: Path, *, adopt: bool) -> None:
+    path = tmp_path / "history.db"
+    async with await Log.open(path, name="durable") as log:
+        await log.append([log.stream_id(SPEED)] * 6, [UMessageBuilder.publish(SPEED).build() for _ in range(6)])
+        rows = {"egress:old": 5, "followed:old": 2, "owed:old:3": 1, "parked:old:4": 4, "began:old": 1}
+        for name, seq in rows.items():
+            log.cursors.set(name, seq, holds=True)
+    if adopt:
+        await cursors._adopt(path, "old", "new")
+    else:
+        await cursors._forget(path, "old")
+    async with await Log.open(path, name="durable") as log:
+        expected = {"egress:new": 2, "parked:new:3": 1, "parked:new:4": 4} if adopt else {}
+        assert log.cursors.seqs() == expected
