@@ -9,22 +9,20 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
-from google.protobuf.json_format import MessageToDict
 
 from storage import logs
 from streamer.commands import terminal
 from streamer.commands.options import AsJson, Data, DemoOptions, Network, Payload, Seed, Where
+from streamer.operating.readable import as_dict, payload_value
 from uprotocol import uri as uris
-from uprotocol import uuid as uuids
 from uprotocol.attributes import PUBLISH
 from uprotocol.communication import CallOptions, InMemoryRpcClient
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter, Sample
 from uprotocol.message import UMessageBuilder, UPayload
-from uprotocol.status import UStatusError, code_name, invalid
-from uprotocol.v1.uattributes_pb2 import UMessageType, UPayloadFormat, UPriority
+from uprotocol.status import UStatusError, invalid
+from uprotocol.v1.uattributes_pb2 import UPayloadFormat, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -196,52 +194,6 @@ def demo(options: DemoOptions) -> None:
 
 def show(message: UMessage, as_json: bool) -> None:
     terminal.tell(as_json, as_dict(message) if as_json else {}, "" if as_json else as_line(message))
-
-
-def payload_value(payload: UPayload) -> Any:
-    """Returns JSON data: known messages and text decoded, everything else as hex."""
-    data, format = payload.data, payload.format
-    try:
-        if format == UPayloadFormat.UPAYLOAD_FORMAT_TEXT:
-            return data.decode()
-        if format == UPayloadFormat.UPAYLOAD_FORMAT_JSON:
-            return json.loads(data)
-    except ValueError:
-        return data.hex()
-    if format in (UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF, UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY):
-        for type in (Sample, DeadLetter):
-            try:
-                known = payload.unpack(type)
-            except UStatusError:
-                continue
-            if known.SerializeToString(deterministic=True) and (not isinstance(known, Sample) or known.path):
-                return MessageToDict(known, preserving_proto_field_name=True)
-    return data.hex()
-
-
-def as_dict(message: UMessage) -> dict[str, Any]:
-    """Returns a message as plain data; omits absent attributes."""
-    attributes = message.attributes
-    data: dict[str, Any] = {
-        "id": uuids.format(attributes.id),
-        "time_ms": uuids.time_ms(attributes.id),
-        "type": UMessageType.Name(attributes.type)[len("UMESSAGE_TYPE_") :].lower(),
-        "source": uris.format(attributes.source),
-    }
-    if attributes.HasField("sink"):
-        data["sink"] = uris.format(attributes.sink)
-    if attributes.priority in UPriority.values() and attributes.priority:
-        data["priority"] = UPriority.Name(attributes.priority)[len("UPRIORITY_") :]
-    if attributes.ttl:
-        data["ttl_ms"] = attributes.ttl
-    if attributes.HasField("commstatus"):
-        data["commstatus"] = code_name(attributes.commstatus)
-    if message.HasField("payload"):
-        format = attributes.payload_format
-        is_known = format in UPayloadFormat.values()
-        data["payload_format"] = UPayloadFormat.Name(format)[len("UPAYLOAD_FORMAT_") :] if is_known else format
-        data["payload"] = payload_value(UPayload.of(message))
-    return data
 
 
 def as_line(message: UMessage) -> str:
