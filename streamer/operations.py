@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from streamer.operating.control import pause_operations
 from streamer.operating.operations import Arguments, Operation, Operations
+from streamer.operating.reading import reading_operations
 
 if TYPE_CHECKING:
     from streamer.attaching import ChangeableAssembly
@@ -31,6 +32,7 @@ def operations_of(streamer: ChangeableAssembly, reloader: Reloader) -> Operation
         {
             **pause_operations(streamer.paused),
             **reloader.operations(),
+            **reading_operations(streamer.interest, streamer.logs),
             "cursors": Operation(cursors),
             "release": Operation(release, ("consumer",), is_change=True),
             "vehicles": Operation(vehicles, ("count",)),

@@ -14,6 +14,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from types import MappingProxyType
 from typing import Final
 
@@ -123,6 +124,20 @@ class InterestSource:
         for entry in list(self._topics.values()):
             for key, want in list(entry.subscribers.items()):
                 yield Subscription(entry.uri, to_uri(key), Status.SUBSCRIBED, None, want.sample_period_ms)
+
+    def page(self, topics: int, subscribers: int, count: int) -> tuple[list[Subscription], int, int]:
+        """Returns at most `count` subscriptions behind so many topics and, of the next one, so many subscribers; and
+        where the next page begins. None at the end. Changes between two pages may repeat or leave out some."""
+        found: list[Subscription] = []
+        for entry in islice(self._topics.values(), topics, None):
+            for key, want in islice(entry.subscribers.items(), subscribers, subscribers + count - len(found)):
+                period = want.sample_period_ms
+                found.append(Subscription(entry.uri, to_uri(key), Status.SUBSCRIBED, None, period))
+                subscribers += 1
+            if len(found) == count:
+                break
+            topics, subscribers = topics + 1, 0
+        return found, topics, subscribers
 
     def one_of_each_authority(self) -> Iterator[Subscription]:
         """What forwarding needs: for each topic one subscriber of each authority, with the smallest sample period of

@@ -6,5 +6,6 @@ http_port.py          The HTTP server of the admin port
 metrics.py            The counters of a streamer as Prometheus metrics, read only on request
 operations.py         What people and programs ask of a running streamer, by name
 readable.py           Messages as plain data for people and programs
+reading.py            What people look up in a running streamer: subscriptions, last messages
 states.py             The state of the streamer and of each endpoint, since when, and why: losses, clocks, ...
 """
