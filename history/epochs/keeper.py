@@ -32,7 +32,7 @@ from history.epochs.groups import (
     PublisherAddress,
 )
 from history.file.writer import Append
-from history.log.log import Log
+from history.log.log import Log, position_before
 from history.records.chunk import is_publish, message_id
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -153,7 +153,8 @@ class Keeper:
         """Count the stored records of the open epochs."""
         for one in self._logs:
             held = (held for all in kept.publishers.values() for held in all.values())
-            seq = min((held.after.get(one.incarnation, one.newest_seq) for held in held), default=one.newest_seq)
+            begun = (held.after.get(one.incarnation) or position_before(one, held.after)[0] for held in held)
+            seq = min((seq or one.newest_seq for seq in begun), default=one.newest_seq)
             streams = {stream.id: stream for stream in one.streams() if kept.group.has(stream.source)}
             while seq < one.newest_seq:
                 chunks = await one.read(seq, streams=streams.keys())

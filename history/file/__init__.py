@@ -1,5 +1,6 @@
 """The log's file: written, read, checked, saved.
 
+copying.py            Copies a log's file while it is written; makes another log of a copy
 damage.py             What is known to be lost or damaged
 load.py               What an opened file contains, verified by checksums and repaired where possible
 opening.py            Opens a log's file: creates, checks, migrates or salvages it

@@ -45,6 +45,8 @@ STREAMS: Final = "streams"  # in meta: how many rows there are
 FORGOTTEN_PREFIX: Final = "forgotten:"
 OTHERS: Final = "*"  # ... or that all other authorities together had
 FOLLOWED_PREFIX: Final = "followed:"  # in meta, with a key of the follower: its position in another log
+# in meta, with the incarnation, in hex, of a log from a copy of which this one was made: both are the same to this seq
+PREDECESSOR_PREFIX: Final = "predecessor:"
 STREAM_BYTES: Final = 4  # of one stream in Unindexed.streams
 NUMBERS_LEAP: Final = 1 << 20  # by which numbers are skipped if the next number is damaged
 # At most so many chunks are rolled forward on open. The index of streams is written this rarely: each of its pages then
@@ -126,6 +128,8 @@ class Loaded:
     # by source authority: the highest seq that its forgotten streams had
     forgotten: dict[str, int] = field(default_factory=dict)
     positions: dict[str, bytes] = field(default_factory=dict)  # in logs that are followed, by key
+    # logs from whose copies this one was made, by incarnation: up to this seq they are the same
+    predecessors: dict[bytes, int] = field(default_factory=dict)
     cursors: dict[str, Cursor] = field(default_factory=dict)
     cursors_lost: bool = False  # a cursor was lost, and even its name is uncertain
     holes: list[tuple[int, int]] = field(default_factory=list)  # (after, before): committed once, and lost
@@ -218,6 +222,11 @@ class Loading:
         self._made.cursors_lost = CURSORS_LOST in meta
         prefix = FOLLOWED_PREFIX
         self._made.positions = {key.removeprefix(prefix): one for key, one in meta.items() if key.startswith(prefix)}
+        self._made.predecessors = {
+            bytes.fromhex(key.removeprefix(PREDECESSOR_PREFIX)): seq
+            for key, seq in meta.items()
+            if key.startswith(PREDECESSOR_PREFIX)
+        }
         lost = [key for key, _ in bad]
         is_followed = [isinstance(key, str) and key.startswith(prefix) for key in lost]
         self._is_count_sure = all(is_followed)

@@ -148,7 +148,7 @@ class Log(Streams):
         super().__init__(storage, streams_max, authority_streams_max, forget_after_s)
         self.name, self.incarnation, self.durable = name, loaded.incarnation, storage.durable
         self.retention_ms, self.retention_bytes = retention_ms, retention_bytes
-        self.holes = list(loaded.holes)  # (after, before): committed once, and lost with a damaged file
+        self.holes, self.predecessors = list(loaded.holes), loaded.predecessors
         self._tail = storage.tail
         self.losses = LogLosses(storage, now_ms)
         self.dropped = self.losses.dropped
@@ -480,6 +480,13 @@ class Log(Streams):
         """Returns the stream and the id (16 bytes) of the newest `count` records, oldest first, for a duplicate window
         after a restart. An id is unique only together with its source."""
         return await self._storage.run(self._storage.reader.recent_ids, count)
+
+
+def position_before(log: Log, positions: Mapping[bytes, int]) -> tuple[int, bytes]:
+    """Returns the furthest of `positions`, by incarnation, in a log from a copy of which `log` was made, as far as both
+    are the same; (0, b""): there is none."""
+    known = ((min(positions[one], seq), one) for one, seq in log.predecessors.items() if one in positions)
+    return max(known, default=(0, b""))
 
 
 def _newest_seqs(known: Mapping[int, Stream], ids: Set[int] | None) -> dict[int, int] | None:

@@ -22,9 +22,9 @@ from typing import Final, Protocol
 from google.protobuf.message import DecodeError
 
 from history.epochs.frontier import Epoch, time_of
-from history.log.log import Log
+from history.log.log import Log, position_before
 from history.records.chunk import INCARNATION_BYTES, Chunk, Scan, message_id, numbered
-from history.records.witness import WITNESSES_MAX, Known, digest_of, gap_of
+from history.records.witness import WITNESSES_MAX, Known, digest_of, gap_of, up_to
 from history.service.matches import Match, Sight
 from history.service.planning import PLAN_CUTS_MAX, PLAN_RECORDS_MAX, PLAN_STEPS_MAX, Cuts, log_plan, plan_step
 from uprotocol import uri as uris
@@ -195,6 +195,11 @@ class Poll:
         start = self.request.asked.WhichOneof("start")
         for log in logs:
             if log.incarnation not in positions:
+                seq, other = position_before(log, positions) if log.predecessors else (0, b"")
+                if other:
+                    bounds = await went_back(log, seq, up_to(self.request.known[other], seq))
+                    self.positions[log] = seq if bounds is None else bounds[1]
+                    continue
                 is_earliest = start is None or start == "earliest"
                 self.positions[log] = log.floor_seq if is_earliest else await self._start(log, start, sees)
                 continue
