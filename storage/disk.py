@@ -36,9 +36,33 @@ STATEMENTS_CACHED: Final = 256
 UNLIMITED: Final = 1 << 62  # bytes
 ROWS_AT_ONCE: Final = 500  # in one statement, if the build of SQLite accepts that many values
 
+PRIVATE: Final = 0o600  # of all our files: they hold what others have sent
+PRIVATE_FOLDER: Final = 0o700  # of those that we make
+
 _MAGIC: Final = b"upm1"
 _MARK: Final = struct.Struct("<4s16sQ")  # magic, incarnation, newest seq; followed by their checksum
 _CRC: Final = struct.Struct("<I")
+
+
+def private(path: str | Path, flags: int) -> int:
+    """Opens a file as `os.open` does, for its owner only, also if others could open it before. Raises OSError."""
+    file = os.open(path, flags | os.O_CLOEXEC, PRIVATE)
+    with contextlib.suppress(OSError):  # another user's, or a file system without permissions
+        if os.fstat(file).st_mode & ~PRIVATE & 0o777:
+            os.fchmod(file, PRIVATE)
+    return file
+
+
+def _keep_private(path: Path) -> None:
+    """Creates the file if it is missing, and takes permissions from all but its owner. SQLite gives its other files the
+    permissions of this one. It is not opened if it exists: closing it would end locks that SQLite has on it."""
+    for suffix in ("", "-wal", "-shm"):
+        name = f"{path}{suffix}"
+        with contextlib.suppress(OSError):  # missing, another user's, or a file system without permissions
+            if os.stat(name).st_mode & ~PRIVATE & 0o777:
+                os.chmod(name, PRIVATE)
+    with contextlib.suppress(OSError):  # SQLite reports it
+        os.close(private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
 
 
 class InUseError(Exception):
@@ -49,7 +73,7 @@ class Lock:
     """A lock of one process. It is a flock, so it ends with the process in any case."""
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[str] | None = path.open("a+")
+        self._file: IO[str] | None = open(path, "a+", opener=private)  # noqa: SIM115 - open until `release`
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -105,7 +129,7 @@ class Mark:
 
     def __init__(self, path: Path) -> None:
         """Created if it does not exist."""
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = private(path, os.O_RDWR | os.O_CREAT)
 
     def write(self, incarnation: bytes, seq: int) -> None:
         body = _MARK.pack(_MAGIC, incarnation, seq)
@@ -153,6 +177,8 @@ class Disk:
     def connect(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         """Returns a connection in autocommit mode that may be used from any thread. `read_only`: nothing is written,
         and the write-ahead log stays unchanged."""
+        if not read_only:
+            _keep_private(path)
         return sqlite3.connect(
             f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}",
             uri=True,
@@ -176,7 +202,7 @@ class Disk:
     def _replace_text(self, path: Path, text: str) -> None:
         fresh = path.with_name(path.name + ".new")
         try:
-            with fresh.open("w") as file:
+            with open(fresh, "w", opener=private) as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())

@@ -19,6 +19,7 @@ from history.epochs.groups import Group
 from history.epochs.keeper import Keeper
 from history.log.log import Log
 from storage import faults
+from storage.disk import PRIVATE_FOLDER
 from storage.faults import Reserve
 from storage.runtime import Runtime
 from streamer.config import AccessSection, Config, EndpointSection, FollowSection, RuleSection, patterns
@@ -298,7 +299,7 @@ async def logs_of(config: Config, runtime: Runtime) -> tuple[Logs, IdWindow]:
     """Returns both logs, open, and the ids of recent records of the durable one. Raises UStatusError."""
     data_dir, history, limits = config.streamer.data_dir, config.history, limits_of(config)
     try:
-        data_dir.mkdir(parents=True, exist_ok=True)
+        data_dir.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
     except OSError as error:
         raise UStatusError(
             UCode.FAILED_PRECONDITION,

@@ -40,7 +40,17 @@ from history.file.load import (
 from history.file.reader import walk
 from history.file.retention import WAL_WAIT_MS, Sizes
 from history.file.rows import DAMAGE, LOG
-from storage.disk import BadMarkError, Disk, Marked, SqliteFile, any_text, empty_wal, read_mark
+from storage.disk import (
+    PRIVATE_FOLDER,
+    BadMarkError,
+    Disk,
+    Marked,
+    SqliteFile,
+    any_text,
+    empty_wal,
+    private,
+    read_mark,
+)
 from storage.faults import DamagedError, is_damage, move_aside, primary_code, remove
 from storage.runtime import Runtime
 
@@ -66,7 +76,7 @@ class Opening:
         """Open the file. Raises UStatusError as FileKind.not_opened, ALREADY_EXISTS (in use),
         FAILED_PRECONDITION (newer, or not a log); then nothing was changed. Only a damaged file is moved aside."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
             self.file.take()
             salvaged = self.file.beside(".salvaged")
             if salvaged.exists() and not self.path.exists():  # the last start ended in between
@@ -203,7 +213,8 @@ def keep_head(path: Path) -> None:
         page = header + file.read(_page_bytes(header) - HEADER_BYTES)
     kept = _read_head(path)
     if kept is None or kept[HEADER_BYTES:] != page[HEADER_BYTES:]:
-        head_path(path).write_bytes(page + _CRC.pack(zlib.crc32(page)))
+        with open(head_path(path), "wb", opener=private) as head:
+            head.write(page + _CRC.pack(zlib.crc32(page)))
 
 
 def _read_head(path: Path) -> bytes | None:

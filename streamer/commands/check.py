@@ -201,12 +201,16 @@ def findings(config: Config, text: str) -> list[Finding]:
     unusable = set()
     for location, path in _named(config):
         where = ".".join(map(str, location))
-        what = _folder(path) if location == ("streamer", "data_dir") else _file(path)
+        is_data_dir = location == ("streamer", "data_dir")
+        what = _folder(path) if is_data_dir else _file(path)
         if what:
             unusable.add(path)
             found.append(Finding(line_of(text, location), f"{where}: {path} {what}"))
         elif any(SECRET.search(str(part)) for part in location) and path.stat().st_mode & stat.S_IROTH:
             what = f"everybody on this machine can read it: chmod o-r {path}"
+            found.append(Finding(line_of(text, location), f"{where}: {what}", fatal=False))
+        elif is_data_dir and path.exists() and path.stat().st_mode & stat.S_IROTH:
+            what = f"everybody on this machine can list it (its files are the streamer's alone): chmod o-rwx {path}"
             found.append(Finding(line_of(text, location), f"{where}: {what}", fatal=False))
     found += _mistakes_of_tokens(config, text, unusable)
     found += _mistakes_of_keys(config, text, unusable)

@@ -173,6 +173,14 @@ def test_a_secret_that_everybody_can_read_is_a_note(config: Path, name: str) -> 
     assert len(notes) == len(expected)
 
 
+@pytest.mark.parametrize(("mode", "is_note"), [(0o755, True), (0o750, False), (0o700, False)])
+def test_a_data_dir_that_everybody_can_list_is_a_note(config: Path, mode: int, is_note: bool) -> None:
+    (config.parent / "data").mkdir()
+    (config.parent / "data").chmod(mode)
+    notes = json.loads(check(config, "--json").stdout)["notes"]
+    assert ["chmod o-rwx" in note for note in notes] == [True] * is_note
+
+
 def test_a_data_dir_below_a_file_is_reported(config: Path) -> None:
     (config.parent / "data").write_text("")
     done = check(config)
