@@ -1,4 +1,4 @@
-"""The command line: `up-streamer`, or `python -m streamer.commands.cli`. Only this package prints and exits.
+"""The command line: `up-streamer`, or `python -m up_streamer`. Only this package prints and exits.
 
 cli        all commands, main                         run      run, usubscription: processes that serve until a signal
 terminal   printing, errors, exit codes               check    checks a configuration and the files that it names

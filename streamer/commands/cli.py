@@ -1,4 +1,4 @@
-"""All commands in one application: `up-streamer`, or `python -m streamer.commands.cli`."""
+"""All commands in one application. up_streamer.py runs it, for `up-streamer` and `python -m up_streamer`."""
 
 from __future__ import annotations
 

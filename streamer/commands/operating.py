@@ -6,7 +6,6 @@ in the files of a data_dir                      -> dead-letters, subscriptions
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -133,7 +132,7 @@ def subscriptions(
         raise invalid("say either --store FILE or --config FILE")
     path = store if store is not None else configs.load(config or Path()).streamer.data_dir / "usubscription.db"
     filters = [uris.parse(text) if text is not None else None for text in (topic, subscriber)]
-    with StoreView(path) as view, contextlib.suppress(KeyboardInterrupt):
+    with StoreView(path) as view:
         for entry in view.watch(*filters) if watch else ():
             line = f"{entry['event']:<8} {entry['status']:<17} {entry['topic']}  {entry['subscriber']}"
             terminal.tell(as_json, entry, line)

@@ -24,7 +24,7 @@ from uprotocol.status import UStatusError, code_name
 SWITCH_INTERVAL_S: Final = 0.001  # the longest that the loop and threads of transports wait for each other
 EXIT_FAILED: Final = 1
 EXIT_CONFIG: Final = os.EX_CONFIG  # of `run`: its file is wrong; systemd does not restart it
-EXIT_INTERRUPTED: Final = 130
+EXIT_SIGNALLED: Final = 128  # and the number of the signal: 130 after Ctrl-C, 143 after SIGTERM
 
 out, err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -46,20 +46,26 @@ def errors(exit_code: int = EXIT_FAILED, log_format: logs.Format = "text") -> It
 
 
 def finish(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` until it ends, or until Ctrl-C or SIGTERM."""
+    """Run `work` until it ends, or until Ctrl-C or SIGTERM: then the exit code is 128 and the signal's number."""
+    came: list[int] = []
 
     async def until_signalled() -> T:
         task = asyncio.ensure_future(work)
         loop = asyncio.get_running_loop()
+
+        def end(number: int) -> None:
+            came.append(number)
+            task.cancel()
+
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, task.cancel)
+            loop.add_signal_handler(number, end, number)
         return await task
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         return asyncio.run(until_signalled())
     except asyncio.CancelledError:
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise typer.Exit(EXIT_SIGNALLED + (came or [signal.SIGINT])[0]) from None
 
 
 def tell(as_json: bool, data: dict[str, Any], line: str) -> None:
