@@ -14,7 +14,8 @@ from typing import Any, Final, TypeVar
 
 import structlog
 import typer
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -83,13 +84,44 @@ def tell_all(as_json: bool, rows: Iterable[dict[str, Any]], title: str, columns:
 
 
 def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table, safe for foreign text. None is an empty cell."""
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(plain("" if cell is None else str(cell))) for cell in row))
-    out.print(table)
+    """Print a table, safe for foreign text: see `tabled`. Nothing if it has no columns."""
+    if columns:
+        out.print(tabled(title, columns, rows, width()), crop=False)
+
+
+def width() -> int | None:
+    """Returns the width of the terminal; None: standard output is none."""
+    return out.width if sys.stdout.isatty() else None
+
+
+def lined(lines: Iterable[str]) -> Text:
+    """Returns lines, safe for foreign text."""
+    return Text("\n".join(map(plain, lines)), no_wrap=not sys.stdout.isatty(), overflow="ignore")
+
+
+def tabled(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], width: int | None) -> RenderableType:
+    """Returns a table for a terminal of that width; in a narrow one each row is a card, a line for each cell. For None,
+    which is a pipe or a file, each row is one line that is never folded, so that other programs can filter it. None is
+    an empty cell, and "-" where columns are only told apart by spaces."""
+    cells = [[plain("" if cell is None else str(cell)) for cell in row] for row in rows]
+    lengths = [max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)]
+    if width is None:
+        lines = [*([title] if title else []), _spaced(columns, lengths), *(_spaced(row, lengths) for row in cells)]
+        return lined(lines)
+    if sum(lengths) + 3 * len(lengths) + 1 > width:
+        cards = ["\n".join(f"{name}: {cell}" for name, cell in zip(columns, row, strict=True) if cell) for row in cells]
+        return Text("\n\n".join([*([title] if title else []), *cards]))
+    table = Table(*columns, title=title)
+    for row in cells:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _spaced(cells: Sequence[str], lengths: Sequence[int]) -> str:
+    padded = [
+        (cell or "-") + " " * (length - cell_len(cell or "-")) for cell, length in zip(cells, lengths, strict=True)
+    ]
+    return "  ".join(padded).rstrip()
 
 
 def plain(text: str) -> str:
