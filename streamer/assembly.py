@@ -415,6 +415,7 @@ class Assembly:
             *parts.notes_of(self.config, self.endpoints, self.rules),
             *self.ledger.notes(),
             *self.paused.notes(),
+            *self.dead_letters.notes(),
             *(one.problem for one in self._held("unheard")),
             *self.certificates.notes(),
             *self.edge.notes(),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from streamer.letters.operations import letter_operations
+from streamer.letters.resending import Resender
 from streamer.operating.control import pause_operations
 from streamer.operating.operations import Arguments, Operation, Operations
 from streamer.operating.reading import reading_operations
+from uprotocol.pacing import Pace
 
 if TYPE_CHECKING:
     from streamer.attaching import ChangeableAssembly
@@ -28,8 +31,15 @@ def operations_of(streamer: ChangeableAssembly, reloader: Reloader) -> Operation
     async def cursors(_: Arguments) -> dict[str, Any]:
         return {"cursors": streamer.cursors()[:CURSORS_MAX]}
 
+    def pace_of(endpoint: str) -> Pace | None:
+        attached = streamer.attached.get(endpoint)
+        return None if attached is None else attached.pumps[0].sender.pace
+
+    parts = streamer.view, streamer.paused, streamer.hosted, streamer.ingresses
+    resender = Resender(streamer.dead_letters, *parts, pace_of)
     return Operations(
         {
+            **letter_operations(streamer.dead_letters, resender),
             **pause_operations(streamer.paused),
             **reloader.operations(),
             **reading_operations(streamer.interest, streamer.logs),

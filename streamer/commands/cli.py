@@ -9,7 +9,7 @@ import typer
 
 import uprotocol
 from storage.runtime import leave
-from streamer.commands import check, client, cursors, history, operating, options, run
+from streamer.commands import check, client, cursors, history, letters, operating, options, run
 
 app = typer.Typer(
     name="up-streamer",
@@ -28,15 +28,19 @@ cursors_app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(cursors_app)
+letters_app = typer.Typer(name="dead-letters", rich_markup_mode="rich")
+letters_app.callback(invoke_without_command=True)(options.as_command(letters.dead_letters))
+app.add_typer(letters_app)
 
 serving = (run.run, check.check, run.usubscription)
 on_a_network = (client.subscribe, client.publish, client.call, client.replay, history.history_)
 on_a_streamer = (operating.pause, operating.resume, operating.paused, operating.reload, operating.vehicles)
-on_stores = (operating.subscriptions, operating.dead_letters)
-for command in (*serving, *on_a_network, *on_a_streamer, *on_stores, client.demo):
+for command in (*serving, *on_a_network, *on_a_streamer, operating.subscriptions, client.demo):
     options.add(app, command)
 for on_cursors in (cursors.list_, cursors.adopt, cursors.forget, cursors.consumers, cursors.release):
     options.add(cursors_app, on_cursors)
+for on_letters in (letters.list_, letters.show, letters.resend, letters.purge):
+    options.add(letters_app, on_letters)
 
 
 def _tell_version(asked: bool) -> None:

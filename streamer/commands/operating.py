@@ -1,7 +1,7 @@
-"""up-streamer pause, resume, paused, vehicles, dead-letters, subscriptions: commands for operators.
+"""up-streamer pause, resume, paused, vehicles, subscriptions: commands for operators.
 
 over the control socket of a running streamer   -> pause, resume, paused (else in its files), vehicles
-in the files of a data_dir                      -> dead-letters, subscriptions
+in the files of a data_dir                      -> subscriptions
 """
 
 from __future__ import annotations
@@ -90,25 +90,6 @@ def vehicles(
     rows = found if as_json else [{**one, "last seen": terminal.moment(one["seen_ms"])} for one in found]
     title = f"the {len(found)} source authorities that send most"
     terminal.tell_all(as_json, rows, title, (*columns, "last seen"))
-
-
-def dead_letters(
-    at: DataDir,
-    limit: Annotated[int, typer.Option(min=1, help="How many: the newest.")] = 100,
-    as_json: AsJson = False,
-) -> None:
-    """Show which messages could not be delivered, and why.
-
-    Example: [bold]up-streamer dead-letters --config vehicle.toml --limit 20[/]
-    """
-    from streamer.letters import dead_letter
-
-    letters = dead_letter.open_read_only(at.path / "dead-letters.db").read(limit)
-    rows = [letter.as_dict() for letter in letters]
-    if not as_json:
-        rows = [{**row, "time": terminal.moment(one.time_ms)} for row, one in zip(rows, letters, strict=True)]
-    columns = ("time", "code", "endpoint", "source", "sink", "reason")
-    terminal.tell_all(as_json, rows, f"{len(letters)} dead letters", columns)
 
 
 def subscriptions(

@@ -148,7 +148,12 @@ class DemoOptions:
 
 
 def add(app: typer.Typer, function: Callable[..., None]) -> None:
-    """Make `function` a command of `app`. A UStatusError is printed and ends the process with EXIT_FAILED."""
+    """Make `function` a command of `app`."""
+    app.command(function.__name__.rstrip("_").replace("_", "-"))(as_command(function))
+
+
+def as_command(function: Callable[..., None]) -> Callable[..., None]:
+    """Returns `function` as typer takes it. A UStatusError is printed and ends the process with EXIT_FAILED."""
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     parameters = []
@@ -172,7 +177,7 @@ def add(app: typer.Typer, function: Callable[..., None]) -> None:
     order = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
     run.__signature__ = inspect.Signature(order)  # type: ignore[attr-defined]  # typer reads it
     run.__annotations__ = {one.name: one.annotation for one in parameters}
-    app.command(function.__name__.rstrip("_").replace("_", "-"))(run)
+    return run
 
 
 # Networks

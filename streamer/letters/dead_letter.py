@@ -4,6 +4,8 @@ add -> how many of this kind in this minute? -> queue -> one transaction a batch
          few: whole  more: without payload                '-- damaged: moved aside
          a flood: counted only                            '-- newer, in use, disk full: logged, published, not stored
 
+read, settle, remove <- ask <- operators (operations.py, resending.py): in the thread of the store, between batches
+
 Queue and store are bounded in letters and bytes. If one is full, letters of the source authority with the most in it
 are removed. So the flood of one authority does not displace the letters of others.
 """
@@ -16,9 +18,11 @@ import re
 import sqlite3
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import structlog
 from google.protobuf.message import DecodeError
@@ -26,6 +30,7 @@ from google.protobuf.message import DecodeError
 from storage.disk import REAL_DISK, Disk, FileKind, SqliteFile, delete_rows, insert_rows, pragma, transaction
 from storage.faults import DamagedError, is_damage, move_aside
 from storage.runtime import REAL, Answerer, Runtime
+from streamer.letters.selection import LetterFilter
 from streamer.operating.states import Condition
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -65,9 +70,13 @@ BATCH_MAX: Final = 256  # letters per transaction
 # ... and a quarter of the queue's bytes: storing and publishing copies each letter several times
 BATCH_SHARE: Final = 4
 
+CUT: Final = "more than is kept of one kind in a minute)"  # end of the reason of a letter without its payload
+REMOVED_MAX: Final = 1_000  # letters per transaction that removes them
+
 # names and numbers: reasons that differ only in these are of one kind
 _VARIABLE: Final = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
+T = TypeVar("T")
 log = structlog.get_logger()
 
 
@@ -87,6 +96,11 @@ class Stored:
     endpoint: str
     message: UMessage
 
+    @property
+    def is_cut(self) -> bool:
+        """True if only the attributes of the message were stored."""
+        return not self.message.payload and self.reason.endswith(CUT)
+
     def as_dict(self) -> dict[str, object]:
         attributes = self.message.attributes
         return {
@@ -103,6 +117,16 @@ class Stored:
 
 
 LetterRow = tuple[int, int, str, str, bytes]  # time, code, reason, endpoint, message
+Refusal = tuple[int, int, str]
+"""Number of a letter that was refused again, code, reason."""
+
+
+class Stock(NamedTuple):
+    """What a store has."""
+
+    letters: int = 0
+    newest: int = 0  # number
+    oldest_ms: int | None = None  # time of the letter with the least number
 
 
 _TABLE: Final = (
@@ -202,15 +226,75 @@ class LetterStore:
 
     def read(self, newest: int = STORED_MAX) -> list[Stored]:
         """Returns the newest letters, oldest first. Raises UStatusError(DATA_LOSS) if they are damaged."""
-        query = "select number, time_ms, code, reason, endpoint, message from letter order by number desc limit ?"
+        return self.select(LetterFilter(), newest, newest_first=True)[::-1]
+
+    def select(
+        self, which: LetterFilter, count_max: int, bytes_max: int = STORED_BYTES_MAX, *, newest_first: bool = False
+    ) -> list[Stored]:
+        """Returns letters in the order of their numbers; the last one may exceed `bytes_max`. Raises as `read`."""
+        where, values = which.sql()
+        query = f"select number, time_ms, code, reason, endpoint, message from letter where {where}"
+        query += f" order by number {'desc' if newest_first else 'asc'} limit ?"
+        found: list[Stored] = []
         try:
-            rows = self._file.connect().execute(query, (newest,)).fetchall()
-            return [
-                Stored(number, time_ms, code, reason, endpoint, UMessage.FromString(data))
-                for number, time_ms, code, reason, endpoint, data in reversed(rows)
-            ]
+            with contextlib.closing(self._file.connect().execute(query, (*values, count_max))) as rows:
+                for number, time_ms, code, reason, endpoint, data in rows:
+                    found.append(Stored(number, time_ms, code, reason, endpoint, UMessage.FromString(data)))
+                    bytes_max -= len(data)
+                    if bytes_max <= 0:
+                        break
         except (sqlite3.Error, DecodeError, TypeError) as error:
             raise LETTERS.fault(DamagedError(str(error)), self.path, "read") from None
+        return found
+
+    def those_until_now(self, which: LetterFilter) -> LetterFilter:
+        """Returns `which` without the letters that come later. Raises sqlite3.Error."""
+        return which if which.until is not None else replace(which, until=self.stock().newest)
+
+    def count(self, which: LetterFilter) -> int:
+        """Raises sqlite3.Error."""
+        where, values = which.sql()
+        (count,) = self._file.connect().execute(f"select count(*) from letter where {where}", values).fetchone()
+        return int(count)
+
+    def remove(self, which: LetterFilter, count_max: int = REMOVED_MAX) -> int:
+        """Removes the oldest of these letters in one transaction; returns how many. Raises sqlite3.Error."""
+        where, values = which.sql()
+        oldest = f"select number from letter where {where} order by number limit ?"
+        delete = f"delete from letter where number in ({oldest})"
+        return self._change(lambda db: db.execute(delete, (*values, count_max)).rowcount)
+
+    def settle(self, arrived: Sequence[int], refused: Sequence[Refusal], now_ms: int) -> int:
+        """Removes letters that have arrived, and notes with the others why they were refused again. All or nothing;
+        returns how many were removed. Raises sqlite3.Error."""
+
+        def change(db: sqlite3.Connection) -> int:
+            update = "update letter set time_ms = ?, code = ?, reason = ? where number = ?"
+            db.executemany(update, [(now_ms, code, reason, number) for number, code, reason in refused])
+            return delete_rows(db, "delete from letter where number", list(arrived))
+
+        return self._change(change)
+
+    def _change(self, change: Callable[[sqlite3.Connection], int]) -> int:
+        self._letters = None  # counted again when the next letter comes
+        return self._file.disk.retry_with_reserve(self.path, lambda: self._try_change(change))
+
+    def _try_change(self, change: Callable[[sqlite3.Connection], int]) -> int:
+        try:
+            db = self._file.writable(WAL_HELD_BYTES_MAX)
+            with transaction(db):
+                return change(db)
+        except BaseException:
+            self._file.reset()
+            raise
+
+    def stock(self) -> Stock:
+        """Raises sqlite3.Error."""
+        db = self._file.connect()
+        count = self.count(LetterFilter()) if self._letters is None else len(self._letters)
+        (newest,) = db.execute("select coalesce(max(number), 0) from letter").fetchone()
+        oldest = db.execute("select time_ms from letter order by number limit 1").fetchone()
+        return Stock(count, int(newest), None if oldest is None else int(oldest[0]))
 
     def close(self) -> None:
         """Closes the file. May be called twice."""
@@ -327,16 +411,14 @@ class DeadLetters:
         if path.is_dir():
             raise LETTERS.refusal(path, "it is a folder, not a file")
         self._path, self._disk, self._monotonic = path, runtime.disk, runtime.monotonic
-        self._topic, self._publish, self._now_ms = topic(authority), publish, now_ms or runtime.now_ms
+        self._topic, self._publish, self.now_ms = topic(authority), publish, now_ms or runtime.now_ms
         self._bytes_max, self._published_bytes_max = bytes_max, message_bytes_max - ENVELOPE_BYTES
         self._queue: FairQueue[Letter] = FairQueue(QUEUED_MAX, bytes_max)
         self._rate = PerMinute(STORED_PER_MINUTE, WHOLE_BYTES_PER_MINUTE, runtime.monotonic)
         self._limits_reported_at = -MINUTE_S
         self._limited: dict[str, str] = {}  # fields of the last line about a limit
         self._arrived = asyncio.Event()
-        self._worker: Answerer[Sequence[LetterRow], bool] = Answerer(
-            "dead-letters", lambda batches: [self._keep(rows) for rows in batches], worker=runtime.worker
-        )
+        self._worker: Answerer[Callable[[], Any], Any] = Answerer("dead-letters", _answers, worker=runtime.worker)
         self._flushing: asyncio.Future[None] | None = None
         self.trouble: str | None = None  # why nothing is stored now; None: letters are stored
         self.total = 0
@@ -344,6 +426,9 @@ class DeadLetters:
         self.limited = 0  # counted only: too many of one kind within a minute
         self.damaged = 0  # stores that were moved aside
         self.by_code: Counter[str] = Counter()
+        self.resent = 0  # stored letters that have arrived after all
+        self.purged = 0  # ... that an operator has removed
+        self.stock = Stock()  # of the store after its last change
         self._store: LetterStore | None = None
         self._open_again_at = 0.0
         self._open()
@@ -378,10 +463,10 @@ class DeadLetters:
         reason = reason[:REASON_CHARACTERS_MAX]
         if not granted.whole or size > self._bytes_max:
             bytes = size - attributes_of(message).ByteSize()
-            reason += f" (without its payload of {bytes} bytes: more than is kept of one kind in a minute)"
+            reason += f" (without its payload of {bytes} bytes: {CUT}"
             message = UMessage(attributes=message.attributes)
             size = size_of(message)
-        letter = Letter(self._now_ms(), code, reason, endpoint, message, is_withheld)
+        letter = Letter(self.now_ms(), code, reason, endpoint, message, is_withheld)
         self._queue.add(source.authority_name, letter, size)
         while self._queue.is_over and len(self._queue) > 1:
             self._queue.drop()
@@ -391,6 +476,21 @@ class DeadLetters:
     def conditions(self) -> Iterator[Condition]:
         if self.trouble:
             yield Condition(f"dead letters: {self.trouble}")
+
+    def notes(self) -> Iterator[str]:
+        letters, _, oldest_ms = self.stock
+        if oldest_ms is not None:
+            since = datetime.fromtimestamp(oldest_ms / 1_000, UTC).isoformat(timespec="seconds")
+            yield (
+                f"{letters} dead letters are stored, the oldest since {since}: see what they are (up-streamer "
+                "dead-letters), then resend or purge them"
+            )
+
+    async def ask(self, work: Callable[[LetterStore], T]) -> T:
+        """Returns what `work` returns, which uses the store in its thread. Raises UStatusError, also if the store can't
+        be opened or used."""
+        result: T = await self._worker.ask(partial(self._use, work))
+        return result
 
     async def run(self) -> None:
         """Stores and publishes letters until cancelled."""
@@ -407,7 +507,7 @@ class DeadLetters:
         while self._queue and len(batch) < BATCH_MAX and left > 0:
             batch.append(self._queue.take())
             left -= batch[-1][1]
-        if not await self._worker.ask([letter.row() for letter, _ in batch]):
+        if not await self._worker.ask(partial(self._keep, [letter.row() for letter, _ in batch])):
             self.lost += len(batch)
         for letter, size in batch:
             try:
@@ -433,8 +533,25 @@ class DeadLetters:
                 self._store, self._open_again_at = None, 0.0
             else:
                 self._note(None)
+                self._take_stock()
                 return True
         return False
+
+    def _use(self, work: Callable[[LetterStore], T]) -> T:
+        if self._store is None and not self._open():
+            raise UStatusError(UCode.UNAVAILABLE, f"dead letters: {self.trouble or 'their store is closed'}")
+        assert self._store is not None
+        try:
+            result = work(self._store)
+        except (sqlite3.Error, OSError) as error:
+            raise LETTERS.fault(error, self._path, "used") from None
+        self._take_stock()
+        return result
+
+    def _take_stock(self) -> None:
+        if self._store is not None:
+            with contextlib.suppress(sqlite3.Error):  # reported by the next use
+                self.stock = self._store.stock()
 
     def _open(self) -> bool:
         """Returns False if the store can't be opened: letters are then only published and counted."""
@@ -449,6 +566,7 @@ class DeadLetters:
         if self._store.moved_to != Path():
             self.damaged += 1
         self._note(None)
+        self._take_stock()
         return True
 
     def _note(self, trouble: str | None) -> None:
@@ -466,3 +584,14 @@ class DeadLetters:
         await self._worker.close()
         if self._store is not None:
             self._store.close()
+
+
+def _answers(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Returns the results, or the UStatusErrors, of jobs in the thread of the store."""
+    answers: list[Any] = []
+    for job in jobs:
+        try:
+            answers.append(job())
+        except UStatusError as error:
+            answers.append(error)
+    return answers

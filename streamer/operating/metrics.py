@@ -93,6 +93,9 @@ FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], s
     "dead_letters_lost": (COUNTER, "", "Dead letters that were not stored"),
     "dead_letters_limited": (COUNTER, "", "Dead letters that were only counted: too many of one kind in a minute"),
     "dead_letters_damaged": (COUNTER, "", "Damaged files of dead letters that were moved aside"),
+    "dead_letters_stored": (GAUGE, "", "Dead letters in the store"),
+    "dead_letters_resent": (COUNTER, "", "Stored dead letters that have arrived when they were sent again"),
+    "dead_letters_purged": (COUNTER, "", "Stored dead letters that an operator has removed"),
     "grip_answers": (COUNTER, "outcome", "Answers of backends behind the HTTP edge, by what was done with them"),
     "grip_cuts": (COUNTER, "reason", "Answers to clients that the proxy of the HTTP edge has cut off, by reason"),
     "grip_recoveries": (COUNTER, "outcome", "Requests to the links of held streams: answered, failed"),
@@ -215,6 +218,9 @@ def of_dead_letters(letters: DeadLetters) -> Iterator[Sample]:
     yield "dead_letters_lost", (), letters.lost
     yield "dead_letters_limited", (), letters.limited
     yield "dead_letters_damaged", (), letters.damaged
+    yield "dead_letters_stored", (), letters.stock.letters
+    yield "dead_letters_resent", (), letters.resent
+    yield "dead_letters_purged", (), letters.purged
 
 
 def of_history(history: HistoryService) -> Iterator[Sample]:

@@ -34,6 +34,13 @@ class Arguments:
             raise invalid(f"{name}: expected a whole number, got {found!r}")
         return found
 
+    def numbers(self, name: str, most: int) -> list[int]:
+        """Returns a list of 1 to `most` whole numbers."""
+        found = self._given.get(name)
+        if not isinstance(found, list) or not 0 < len(found) <= most:
+            raise invalid(f"{name}: expected a list of 1 to {most} whole numbers, got {str(found)[:64]!r}")
+        return [Arguments({name: one}).number(name) for one in found]
+
     def flag(self, name: str) -> bool:
         """Returns a boolean; False if it is not given."""
         found = self._given.get(name, False)

@@ -179,6 +179,13 @@ async def test_everything_from_a_terminal(terminal: Terminal) -> None:
     assert [letter["code"] for letter in letters] == ["PERMISSION_DENIED"], letters
     (letter,) = letters
     assert uris.parse(letter["sink"]) == uris.parse("up://vehicle1/8001/1/66")
+    at = ["-c", str(terminal.folder / "gateway.toml"), "--json"]
+    (whole,), _ = await terminal.run("dead-letters", "show", str(letter["number"]), *at)
+    assert whole["message"]["type"] == "request"
+    (purged,), _ = await terminal.run("dead-letters", "purge", "--endpoint", "cloud", *at)
+    assert purged == {"purged": 1}
+    (resent,), _ = await terminal.run("dead-letters", "resend", "--all", *at)
+    assert resent == {"counts": {}}
 
 
 async def _interrupted(child: Child) -> int:
