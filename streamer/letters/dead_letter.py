@@ -40,7 +40,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter
 from uprotocol.encoded import Carried, EncodedMessage, decoded
 from uprotocol.status import UStatusError, code_name
 from uprotocol.transport import MESSAGE_BYTES_MAX
-from uprotocol.v1.uattributes_pb2 import UAttributes
+from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -71,6 +71,7 @@ BATCH_MAX: Final = 256  # letters per transaction
 BATCH_SHARE: Final = 4
 
 CUT: Final = "more than is kept of one kind in a minute)"  # end of the reason of a letter without its payload
+TYPES: Final = {one: name.removeprefix("UMESSAGE_TYPE_").lower() for name, one in UMessageType.items()}
 REMOVED_MAX: Final = 1_000  # letters per transaction that removes them
 
 # names and numbers: reasons that differ only in these are of one kind
@@ -417,6 +418,9 @@ class DeadLetters:
         self._rate = PerMinute(STORED_PER_MINUTE, WHOLE_BYTES_PER_MINUTE, runtime.monotonic)
         self._limits_reported_at = -MINUTE_S
         self._limited: dict[str, str] = {}  # fields of the last line about a limit
+        self._logged: Counter[Hashable] = Counter()  # letters by kind in this minute, and in the last one with letters
+        self._logged_before: Counter[Hashable] = Counter()
+        self._logged_until = 0.0
         self._arrived = asyncio.Event()
         self._worker: Answerer[Callable[[], Any], Any] = Answerer("dead-letters", _answers, worker=runtime.worker)
         self._flushing: asyncio.Future[None] | None = None
@@ -452,6 +456,7 @@ class DeadLetters:
             return
         size, kind = size_of(message), _VARIABLE.sub("#", reason[:REASON_CHARACTERS_MAX])
         granted = self._rate.happened((source.authority_name, code, kind), size)
+        self._log_first((endpoint, code, kind), message, reason)
         if not granted.stored:
             self.limited += 1
             report = {"authority": source.authority_name, "code": code_name(code), "reason": kind}
@@ -472,6 +477,28 @@ class DeadLetters:
             self._queue.drop()
             self.lost += 1
         self._arrived.set()
+
+    def _log_first(self, kind: tuple[str, UCode.ValueType, str], message: Carried, reason: str) -> None:
+        """Logs the first letter of a kind (endpoint, code, kind of reason) in a minute; counts the others."""
+        now = self._monotonic()
+        if now >= self._logged_until:
+            self._logged_before, self._logged, self._logged_until = self._logged, Counter(), now + MINUTE_S
+        if kind not in self._logged and len(self._logged) >= KINDS_MAX:
+            return
+        self._logged[kind] += 1
+        if self._logged[kind] > 1:
+            return
+        attributes = attributes_of(message)
+        log.warning(
+            "a message became a dead letter",
+            endpoint=kind[0],
+            type=TYPES.get(attributes.type, attributes.type),
+            source=uris.format(attributes.source),
+            sink=uris.format(attributes.sink) if attributes.HasField("sink") else None,
+            code=code_name(kind[1]),
+            reason=reason[:REASON_CHARACTERS_MAX],
+            minute_before=self._logged_before[kind],
+        )
 
     def conditions(self) -> Iterator[Condition]:
         if self.trouble:

@@ -24,6 +24,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 TOPIC = uris.parse("//vehicle1/8001/1/8001")
+TOLD = "a message became a dead letter"
 
 
 def publication(text: str = "x") -> UMessage:
@@ -339,13 +340,16 @@ async def test_dead_letters_of_one_kind_are_limited_per_minute_and_the_others_ar
     with capture_logs() as lines:
         for number in range(50):
             desk.letters.add(of("loud"), UCode.RESOURCE_EXHAUSTED, f"{number} wait for endpoint 'e{number}'", "cloud")
-    assert [line["authority"] for line in lines] == ["loud"]
+    assert [line["authority"] for line in lines if line["event"].startswith("too many")] == ["loud"]
+    assert [line["reason"] for line in lines if line["event"] == TOLD] == ["0 wait for endpoint 'e0'"]
     desk.letters.add(of("loud"), UCode.RESOURCE_EXHAUSTED, "another reason", "cloud")
     desk.letters.add(of("honest"), UCode.RESOURCE_EXHAUSTED, "1 wait for endpoint 'e1'", "cloud")
     assert (desk.letters.total, desk.letters.limited, desk.letters.lost) == (52, 40, 0)
     assert desk.letters.by_code == {"RESOURCE_EXHAUSTED": 52}
     now = 61.0
-    desk.letters.add(of("loud"), UCode.RESOURCE_EXHAUSTED, "51 wait for endpoint 'e51'", "cloud")
+    with capture_logs() as lines:
+        desk.letters.add(of("loud"), UCode.RESOURCE_EXHAUSTED, "51 wait for endpoint 'e51'", "cloud")
+    assert [line["minute_before"] for line in lines] == [51]
     assert desk.letters.limited == 40
     await desk.letters.close()
     assert len(payloads(tmp_path / "letters.db")) == 13

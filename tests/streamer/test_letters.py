@@ -417,6 +417,22 @@ def test_a_full_store_counts_right_after_letters_have_left(
         assert store.stock().letters == 5
 
 
+# -- the log of the process
+
+
+async def test_the_log_has_a_line_for_each_kind_of_dead_letter(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world({"vehicle": ""})
+    with capture_logs() as lines:
+        await fail(world, [publish(SPEED, str(number)) for number in range(50)])
+        await fail(world, [publish(DOOR, "x")], UCode.DEADLINE_EXCEEDED)
+    lines = [line for line in lines if line["event"] == "a message became a dead letter"]
+    assert [(one["code"], one["endpoint"], one["type"], one["source"]) for one in lines] == [
+        ("PERMISSION_DENIED", "cloud", "publish", "up://vehicle1/8001/1/8001"),
+        ("DEADLINE_EXCEEDED", "cloud", "publish", "up://vehicle1/8001/1/8002"),
+    ]
+    assert {one["log_level"] for one in lines} == {"warning"}
+
+
 # -- the command line
 
 
