@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from streamer.letters.operations import letter_operations
 from streamer.letters.resending import Resender
+from streamer.operating.backup import Backups
 from streamer.operating.control import pause_operations
 from streamer.operating.operations import Arguments, Operation, Operations
 from streamer.operating.reading import reading_operations
@@ -37,12 +38,15 @@ def operations_of(streamer: ChangeableAssembly, reloader: Reloader) -> Operation
 
     parts = streamer.view, streamer.paused, streamer.hosted, streamer.ingresses
     resender = Resender(streamer.dead_letters, *parts, pace_of)
+    data_dir, durable = streamer.config.streamer.data_dir, streamer.logs.durable
+    backups = Backups(data_dir, streamer.config.authority, durable, lambda: streamer.stopping.is_set())
     return Operations(
         {
             **letter_operations(streamer.dead_letters, resender),
             **pause_operations(streamer.paused),
             **reloader.operations(),
             **reading_operations(streamer.interest, streamer.logs),
+            "backup": backups.operation(),
             "cursors": Operation(cursors),
             "release": Operation(release, ("consumer",), is_change=True),
             "vehicles": Operation(vehicles, ("count",)),

@@ -26,6 +26,7 @@ from streamer.config import AccessSection, Config, EndpointSection, FollowSectio
 from streamer.config.sections import MEMORY_MIB
 from streamer.egress.sender import SENDERS_SHARE
 from streamer.following.followed import Follow
+from streamer.operating.backup import finish_restore
 from streamer.recovery.recoveries import Recoveries
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
@@ -311,6 +312,7 @@ async def logs_of(config: Config, runtime: Runtime) -> tuple[Logs, IdWindow]:
         "authority_streams_max": limits.authority_topics_max,
         "runtime": runtime,
     }
+    finish_restore(data_dir, runtime.disk)
     durable = await Log.open(
         data_dir / "history.db",
         name="durable",

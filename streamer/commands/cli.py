@@ -9,7 +9,7 @@ import typer
 
 import uprotocol
 from storage.runtime import leave
-from streamer.commands import check, client, cursors, history, letters, operating, options, run
+from streamer.commands import backup, check, client, cursors, history, letters, operating, options, run
 
 app = typer.Typer(
     name="up-streamer",
@@ -32,10 +32,29 @@ letters_app = typer.Typer(name="dead-letters", rich_markup_mode="rich")
 letters_app.callback(invoke_without_command=True)(options.as_command(letters.dead_letters))
 app.add_typer(letters_app)
 
-serving = (run.run, check.check, run.usubscription)
-on_a_network = (client.subscribe, client.publish, client.call, client.replay, history.history_)
-on_a_streamer = (operating.pause, operating.resume, operating.paused, operating.reload, operating.vehicles)
-for command in (*serving, *on_a_network, *on_a_streamer, operating.subscriptions, client.demo):
+for command in (
+    # serving
+    run.run,
+    check.check,
+    run.usubscription,
+    # on a network
+    client.subscribe,
+    client.publish,
+    client.call,
+    client.replay,
+    history.history_,
+    # on a streamer that runs
+    operating.reload,
+    operating.pause,
+    operating.resume,
+    operating.paused,
+    operating.vehicles,
+    # on its files
+    operating.subscriptions,
+    backup.backup,
+    backup.restore,
+    client.demo,
+):
     options.add(app, command)
 for on_cursors in (cursors.list_, cursors.adopt, cursors.forget, cursors.consumers, cursors.release):
     options.add(cursors_app, on_cursors)

@@ -20,12 +20,13 @@ from typing import Annotated, Any, Final
 import typer
 
 from storage import logs
-from streamer.commands import client, terminal
+from streamer.commands import terminal
 from streamer.commands.options import AsJson, DataDir
 from streamer.letters.dead_letter import LETTERS, REMOVED_MAX, LetterStore, open_read_only
 from streamer.letters.selection import LetterFilter
 from streamer.operating import control
 from streamer.operating.operations import Arguments
+from streamer.operating.readable import as_dict
 from uprotocol import uuid as uuids
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
@@ -107,12 +108,12 @@ def show(
         why = f"no dead letter has the number {number}: it was resent, purged, or made room for others"
         raise UStatusError(UCode.NOT_FOUND, why)
     (letter,) = found
-    whole = {**letter.as_dict(), "message": client.as_dict(letter.message)}
+    whole = {**letter.as_dict(), "message": as_dict(letter.message)}
     if as_json:
         terminal.tell(True, whole, "")
         return
     about = {key: value for key, value in whole.items() if key not in ("message", "time_ms", "id", "source", "sink")}
-    for key, value in {**about, "time": terminal.moment(letter.time_ms), **client.as_dict(letter.message)}.items():
+    for key, value in {**about, "time": terminal.moment(letter.time_ms), **as_dict(letter.message)}.items():
         terminal.tell(False, {}, f"{key}: {value if isinstance(value, str) else json.dumps(value)}")
 
 

@@ -1,6 +1,7 @@
 """Reports for operators, and the control of dispatching.
 
 admin.py              The pages of the admin port, for monitors and people. http_port.py serves them
+backup.py             Backs up a data_dir, also while its streamer runs, and restores a backup
 control.py            The control of a running streamer: by RPC, and from the command line
 http_port.py          The HTTP server of the admin port
 metrics.py            The counters of a streamer as Prometheus metrics, read only on request

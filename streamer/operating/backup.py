@@ -1,0 +1,430 @@
+"""Backs up a data_dir, also while its streamer runs, and restores a backup.
+
+back_up: uSubscription, saved files -> the log -> dead letters -> checksums -> manifest.json, which makes it complete
+restore: manifest -> data_dir/restoring: copies, compared with their checksums -> another incarnation of the log
+             -> renamed to data_dir/restored: from here on it is done, also by the next start after a crash
+             -> old files into data_dir/replaced-TIME, the new ones into data_dir
+
+Order: a subscription that is restored is never newer than the log. A cursor in the log that has passed a message which
+became a dead letter finds it among the dead letters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from history.file.copying import Copied, copy_log, make_another
+from history.file.retention import own_bytes
+from history.log.log import Log
+from storage.copies import SHARE, CopyPace, copy_store, copy_whole, sha256, write_private
+from storage.disk import REAL_DISK, BadMarkError, Disk, InUseError, Lock, Marked, read_mark
+from storage.faults import FULL_BYTES, DamagedError, is_damage, is_denied, is_full
+from storage.runtime import REAL
+from streamer.operating.operations import Arguments, Operation
+from uprotocol.status import UStatusError, invalid
+from uprotocol.v1.ucode_pb2 import UCode
+
+FORMAT: Final = 1  # of the manifest
+MANIFEST: Final = "manifest.json"
+MANIFEST_BYTES_MAX: Final = 4 << 20
+LOG: Final = "history.db"
+LOG_MARK: Final = f"{LOG}.mark"
+SUBSCRIPTIONS: Final = "usubscription.db"
+PARTNERS: Final = f"{SUBSCRIPTIONS}.partners"
+LETTERS: Final = "dead-letters.db"
+COPYING, READY, PLAN, ASIDE = "restoring", "restored", "plan", "replaced-"  # in a data_dir
+
+log = structlog.get_logger()
+
+
+class FileEntry(BaseModel):
+    """One file of a backup."""
+
+    model_config = ConfigDict(strict=True)
+    bytes: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """What a backup contains. Times are RFC 3339, UTC; `authority`: "" if it is unknown."""
+
+    model_config = ConfigDict(strict=True)
+    format: int
+    program: str
+    authority: str
+    began: str
+    time: str  # of the last snapshot
+    incarnation: str  # of the log, in hex
+    oldest_seq: int
+    newest_seq: int
+    files: dict[str, FileEntry]
+
+    @property
+    def bytes(self) -> int:
+        return sum(one.bytes for one in self.files.values())
+
+    def told(self, directory: Path, seconds: float) -> dict[str, Any]:
+        """Returns what a command prints."""
+        return {
+            "directory": str(directory),
+            "authority": self.authority,
+            "time": self.time,
+            "incarnation": self.incarnation,
+            "oldest_seq": self.oldest_seq,
+            "newest_seq": self.newest_seq,
+            "files": len(self.files),
+            "bytes": self.bytes,
+            "seconds": round(seconds, 1),
+        }
+
+
+# Backup
+
+
+class Backups:
+    """The backups of a running streamer, one at a time."""
+
+    def __init__(
+        self, data_dir: Path, authority: str, durable: Log, is_stopping: Callable[[], bool], disk: Disk = REAL_DISK
+    ) -> None:
+        self._data_dir, self._authority, self._log = data_dir, authority, durable
+        self._is_stopping, self._disk = is_stopping, disk
+        self._is_running = False
+
+    def operation(self) -> Operation:
+        return Operation(self._run, ("directory",), is_change=True)
+
+    async def _run(self, given: Arguments) -> dict[str, Any]:
+        directory = Path(given.text("directory"))
+        if not directory.is_absolute():
+            raise invalid(f"directory: expected an absolute path, got {str(directory)!r}")
+        if self._is_running:
+            raise UStatusError(UCode.ALREADY_EXISTS, "a backup is being made already: wait until it is complete")
+        self._is_running = True
+        try:
+            return await asyncio.to_thread(self._make, directory)
+        finally:
+            self._is_running = False
+
+    def _make(self, directory: Path) -> dict[str, Any]:
+        source = self._log
+        log.info("a backup begins", directory=str(directory))
+        try:
+            made = back_up(
+                self._data_dir,
+                directory,
+                self._authority,
+                newest=lambda: source.newest_seq,
+                log_bytes_max=max(source.retention_bytes, source.disk_limit_bytes),
+                is_stopping=self._is_stopping,
+                disk=self._disk,
+            )
+        except UStatusError as error:
+            log.error("the backup has failed, and its files were removed", directory=str(directory), why=error.message)
+            raise
+        log.info("the backup is complete", **made)
+        return made
+
+
+def back_up(
+    data_dir: Path,
+    directory: Path,
+    authority: str,
+    *,
+    newest: Callable[[], int] | None = None,
+    log_bytes_max: int = 0,
+    is_stopping: Callable[[], bool] = lambda: False,
+    disk: Disk = REAL_DISK,
+) -> dict[str, Any]:
+    """Copy the files of a data_dir into `directory`, which is empty or does not exist. Blocks.
+
+    `newest()`: the newest committed seq of a log that is written meanwhile, which is then copied in steps with pauses;
+    None: the caller has the lock of the log. `log_bytes_max`: up to here the log may grow on its disk: so much stays
+    free there.
+
+    Raises INVALID_ARGUMENT (nothing to copy), FAILED_PRECONDITION (not empty), PERMISSION_DENIED, RESOURCE_EXHAUSTED
+    (the disk of `directory`), DATA_LOSS (damaged), UNAVAILABLE (I/O error, or stopping); then no file is left there.
+    """
+    if not (data_dir / LOG).exists():
+        raise invalid(f"there is no log at {data_dir / LOG}: is {data_dir} the data_dir of a streamer that has run?")
+    began, started = _now(), time.monotonic()
+    with _errors("the backup", directory), _new_folder(directory, disk):
+
+        def kept_bytes() -> int:
+            is_same_disk = directory.stat().st_dev == data_dir.stat().st_dev
+            return FULL_BYTES + (max(0, log_bytes_max - own_bytes(data_dir / LOG)) if is_same_disk else 0)
+
+        share = 1.0 if newest is None else SHARE
+        pace = CopyPace(directory / MANIFEST, share, kept_bytes=kept_bytes, is_stopping=is_stopping, disk=disk)
+        stores = [one for one in (SUBSCRIPTIONS, LETTERS) if (data_dir / one).exists()]
+        pace.require(sum((data_dir / one).stat().st_size for one in (*stores, LOG)))
+        if SUBSCRIPTIONS in stores:
+            copy_store(data_dir / SUBSCRIPTIONS, directory / SUBSCRIPTIONS, pace, disk)
+        for saved in (*sorted(data_dir.glob("*.json")), data_dir / PARTNERS):
+            with contextlib.suppress(FileNotFoundError):  # each is replaced as a whole, or was removed
+                write_private(directory / saved.name, saved.read_bytes(), disk)
+        copied = copy_log(data_dir / LOG, directory / LOG, pace, newest, disk)
+        if LETTERS in stores:
+            copy_store(data_dir / LETTERS, directory / LETTERS, pace, disk)
+        made = _manifest(directory, authority, began, copied, pace)
+        write_private(directory / f"{MANIFEST}.new", made.model_dump_json(indent=1).encode(), disk)
+        (directory / f"{MANIFEST}.new").rename(directory / MANIFEST)
+        disk.sync(directory)
+    return made.told(directory, time.monotonic() - started)
+
+
+def _manifest(directory: Path, authority: str, began: str, copied: Copied, pace: CopyPace) -> Manifest:
+    ended = _now()
+    return Manifest(
+        format=FORMAT,
+        program=metadata.version("up-streamer"),
+        authority=authority,
+        began=began,
+        time=ended,
+        incarnation=copied.incarnation.hex(),
+        oldest_seq=copied.oldest_seq,
+        newest_seq=copied.newest_seq,
+        files={
+            one.name: FileEntry(bytes=one.stat().st_size, sha256=sha256(one, pace))
+            for one in sorted(directory.iterdir())
+        },
+    )
+
+
+@contextlib.contextmanager
+def _new_folder(directory: Path, disk: Disk) -> Iterator[None]:
+    """Make the folder, or take an empty one. If the body fails, everything in it is removed."""
+    is_made = not directory.exists()
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if any(one.name != "lost+found" for one in directory.iterdir()):
+        why = f"{directory} is not empty: choose a new folder (an unfinished backup has no {MANIFEST}: remove it)"
+        raise UStatusError(UCode.FAILED_PRECONDITION, why)
+    with contextlib.suppress(OSError):  # of a mounted disk
+        directory.chmod(0o700)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for one in directory.iterdir():
+                if one.is_file():
+                    one.unlink()
+            if is_made:
+                directory.rmdir()
+        raise
+    disk.sync(directory.parent)
+
+
+@contextlib.contextmanager
+def _errors(what: str, target: Path) -> Iterator[None]:
+    try:
+        yield
+    except DamagedError as error:
+        raise UStatusError(UCode.DATA_LOSS, f"{what} was given up: a file is damaged: {error}") from error
+    except (sqlite3.Error, OSError, BadMarkError) as error:
+        code, why = UCode.UNAVAILABLE, f"{error}: try again"
+        if is_full(error, target / MANIFEST):
+            code, why = UCode.RESOURCE_EXHAUSTED, f"the disk of {target} is full ({error}): choose another one"
+        elif is_denied(error, target / MANIFEST):
+            code, why = UCode.PERMISSION_DENIED, f"{target} can't be written ({error}): does this user own it?"
+        elif isinstance(error, FileNotFoundError):
+            code, why = UCode.FAILED_PRECONDITION, f"{error}: make that folder first"
+        elif is_damage(error) or isinstance(error, BadMarkError):
+            code, why = UCode.DATA_LOSS, f"a store is damaged ({error}): see 'up-streamer history verify'"
+        raise UStatusError(code, f"{what} was given up: {why}") from error
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+# Restore
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Returns the manifest of a backup whose files are all there. Raises FAILED_PRECONDITION (no complete backup, or of
+    a newer program), DATA_LOSS (files are missing, or have another size)."""
+    path = directory / MANIFEST
+    try:
+        if path.stat().st_size > MANIFEST_BYTES_MAX:
+            raise ValueError(f"it has more than {MANIFEST_BYTES_MAX} bytes")
+        data = path.read_bytes()
+        if (format := json.loads(data)["format"]) != FORMAT:
+            raise ValueError(f"it has format {format}, and this program knows {FORMAT}: use the program that made it")
+        made = Manifest.model_validate_json(data)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        what = f"{directory} is no complete backup: its {MANIFEST} can't be read: {why}"
+        raise UStatusError(UCode.FAILED_PRECONDITION, what) from None
+    for name, entry in made.files.items():
+        is_plain = Path(name).name == name and not name.startswith(".") and name not in (COPYING, READY, PLAN)
+        if not is_plain or not {LOG, LOG_MARK} <= made.files.keys():
+            raise UStatusError(UCode.FAILED_PRECONDITION, f"{path} is not the manifest of a backup: it names {name!r}")
+        found = (directory / name).stat().st_size if (directory / name).is_file() else None
+        if found != entry.bytes:
+            what = f"{directory / name} is not what was saved: expected {entry.bytes} bytes, got {found}"
+            raise UStatusError(UCode.DATA_LOSS, f"{what}: take another backup")
+    return made
+
+
+def restore(
+    directory: Path,
+    data_dir: Path,
+    authority: str = "",
+    *,
+    same_incarnation: bool = False,
+    replace: bool = False,
+    disk: Disk = REAL_DISK,
+) -> dict[str, Any]:
+    """Make `data_dir` what it was when the backup in `directory` was made. Blocks.
+
+    The log gets another incarnation, unless `same_incarnation`: then its readers go on as if nothing had happened,
+    which is right only if nothing was appended after the backup. `replace`: files in the way are moved to
+    data_dir/replaced-TIME. `authority`: of the streamer that will use it; "": any.
+
+    Raises as read_manifest; FAILED_PRECONDITION (the streamer runs, or data_dir is in use, or of another authority),
+    PERMISSION_DENIED, RESOURCE_EXHAUSTED, UNAVAILABLE; then nothing has changed.
+    """
+    started, manifest = time.monotonic(), read_manifest(directory)
+    if authority and manifest.authority and authority != manifest.authority:
+        why = f"it is of {manifest.authority}, and the configuration is of {authority}: take the backup of {authority}"
+        raise UStatusError(UCode.FAILED_PRECONDITION, f"{directory} can't be restored: {why}")
+    with _errors("the restore", data_dir):
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.closing(_Locked(data_dir, disk)):
+            _finish(data_dir, disk)
+            old = _old_files(data_dir)
+            if old and not replace:
+                why = f"{data_dir} has files already ({old[0]}, ...): say --replace, and they are moved aside"
+                raise UStatusError(UCode.FAILED_PRECONDITION, why)
+            pace = CopyPace(data_dir / LOG, disk=disk)
+            pace.require(manifest.bytes)
+            incarnation = _prepare(directory, data_dir, manifest, old, pace, same_incarnation, disk)
+            aside = _finish(data_dir, disk)
+    told = {**manifest.told(directory, time.monotonic() - started), "data_dir": str(data_dir)}
+    return {**told, "incarnation": incarnation.hex(), "moved_to": aside}
+
+
+def finish_restore(data_dir: Path, disk: Disk = REAL_DISK) -> None:
+    """Complete a restore that was interrupted after everything was copied; remove what an earlier interruption left.
+    Does nothing while another process has the log. Raises UStatusError as `restore`."""
+    if not any((data_dir / one).exists() for one in (READY, COPYING)):
+        return
+    with contextlib.suppress(InUseError), _errors("the restore", data_dir):
+        lock = disk.lock(data_dir / f"{LOG}.lock")
+        try:
+            _finish(data_dir, disk)
+        finally:
+            lock.release()
+
+
+class _Locked:
+    """The lock of a stopped streamer. Raises FAILED_PRECONDITION if it runs."""
+
+    def __init__(self, data_dir: Path, disk: Disk) -> None:
+        try:
+            self._lock: Lock = disk.lock(data_dir / f"{LOG}.lock")
+        except InUseError as owner:
+            why = f"process {owner} uses {data_dir}: stop the streamer first"
+            raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
+        self.close = self._lock.release
+
+
+def back_up_stopped(data_dir: Path, directory: Path, authority: str) -> dict[str, Any]:
+    """Same as `back_up`, for a streamer that is stopped. Raises FAILED_PRECONDITION if it runs."""
+    with contextlib.closing(_Locked(data_dir, REAL_DISK)):
+        finish_restore(data_dir)
+        return back_up(data_dir, directory, authority)
+
+
+def _old_files(data_dir: Path) -> list[str]:
+    """Returns the names of the files of a streamer in its data_dir, without its locks and its reserve."""
+    patterns = (f"{LOG}*", f"{SUBSCRIPTIONS}*", f"{LETTERS}*", "*.json")
+    found = {one.name for pattern in patterns for one in data_dir.glob(pattern) if one.is_file()}
+    return sorted(name for name in found if not name.endswith(".lock"))
+
+
+def _prepare(
+    directory: Path,
+    data_dir: Path,
+    manifest: Manifest,
+    old: list[str],
+    pace: CopyPace,
+    same_incarnation: bool,
+    disk: Disk,
+) -> bytes:
+    """Copy everything into a folder that the next `_finish` puts in place. Returns the incarnation."""
+    incarnation, newest = bytes.fromhex(manifest.incarnation), manifest.newest_seq
+    later = _later(data_dir, incarnation)
+    if same_incarnation and later > newest:
+        why = f"{later - newest} records were appended after the backup, and readers may have them"
+        raise UStatusError(UCode.FAILED_PRECONDITION, f"{why}: restore without --same-incarnation")
+    copies = data_dir / COPYING
+    copies.mkdir(mode=0o700)
+    try:
+        for name, entry in manifest.files.items():
+            if copy_whole(directory / name, copies / name, pace, disk) != entry.sha256:
+                what = f"{directory / name} is not what was saved: its checksum is wrong: take another backup"
+                raise UStatusError(UCode.DATA_LOSS, what)
+        if not same_incarnation:
+            why = f"restored from a backup of {manifest.time}: what was appended, subscribed or confirmed later is lost"
+            incarnation = REAL.random_bytes(16)
+            make_another(copies / LOG, incarnation, REAL.now_ms(), why, later, disk)
+            disk.sync(copies / LOG)
+        aside = f"{ASIDE}{datetime.now(UTC):%Y%m%dT%H%M%S.%f}" if old else None
+        plan = {"old": old, "aside": aside, "new": sorted(manifest.files, key=lambda name: name == LOG)}
+        write_private(copies / PLAN, json.dumps(plan).encode(), disk)
+        disk.sync(copies)
+        copies.rename(data_dir / READY)
+    except BaseException:
+        shutil.rmtree(copies, ignore_errors=True)
+        raise
+    disk.sync(data_dir)
+    return incarnation
+
+
+def _later(data_dir: Path, incarnation: bytes) -> int:
+    """Returns the newest seq of the log that is replaced, if it is that one; 0: unknown."""
+    marked: Marked | None = None
+    with contextlib.suppress(OSError, BadMarkError):
+        marked = read_mark(data_dir / LOG)
+    return marked.seq if marked is not None and marked.incarnation == incarnation else 0
+
+
+def _finish(data_dir: Path, disk: Disk) -> str | None:
+    """Put the files of a prepared restore in place. It may be interrupted and repeated at any step. Returns where the
+    old ones are; None: there were none."""
+    ready, left = data_dir / READY, data_dir / COPYING
+    shutil.rmtree(left, ignore_errors=True)
+    if not ready.exists():
+        return None
+    plan = json.loads((ready / PLAN).read_bytes())
+    aside = None if plan["aside"] is None else data_dir / plan["aside"]
+    if aside is not None:
+        aside.mkdir(mode=0o700, exist_ok=True)
+        for name in plan["old"]:
+            if (data_dir / name).exists() and not (aside / name).exists():  # else it was moved before
+                (data_dir / name).rename(aside / name)
+        disk.sync(aside)
+        disk.sync(data_dir)
+    for name in plan["new"]:
+        with contextlib.suppress(FileNotFoundError):  # it was moved before
+            (ready / name).rename(data_dir / name)
+    disk.sync(data_dir)
+    os.rename(ready, left)
+    shutil.rmtree(left, ignore_errors=True)
+    log.info("a backup was restored", data_dir=str(data_dir), moved_to=None if aside is None else str(aside))
+    return None if aside is None else str(aside)
