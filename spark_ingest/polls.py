@@ -171,6 +171,9 @@ class HistoryPolls:
                 if loss.went_back or (loss.before and name not in planned):
                     member.losses.append(loss)
                     member.agreed[name] = loss.before - 1
+        if any(not loss.before for loss in member.losses):  # a log that was made of a copy of one of them begins there
+            others = (one for one in answer.begin if not one.in_memory and one.seq)
+            member.agreed |= {name: one.seq for one in others if (name := one.incarnation.hex()) not in offset.seqs}
         member.next = {one.incarnation.hex(): one for one in answer.next}
         member.cuts, member.is_stale, member.planned_s = {}, False, time.monotonic()
         for plan in answer.plan:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from history.file.copying import copy_log, make_another
 from spark_ingest import parquet, pipeline
 from spark_ingest.client import HistorySession
 from spark_ingest.client import read as read_ranges
@@ -26,6 +27,7 @@ from spark_ingest.decode import Decoder, RecordColumns
 from spark_ingest.offsets import HistoryOffset, Offset, Range
 from spark_ingest.options import Options
 from spark_ingest.source import StreamReader
+from storage.copies import CopyPace
 from streamer.demo import drive
 from tests.tiers import full
 from transports.ports import free_port
@@ -401,6 +403,36 @@ def test_a_log_that_went_back_is_a_loss_whether_or_not_it_has_grown(host: Host, 
             further = latest(reader, after, newest + 5)
             assert rows_of(reader, after, further) == list(range(newest + 1, newest + 6))
         loose.commit(further)
+    finally:
+        strict.stop()
+        loose.stop()
+
+
+def test_a_log_that_was_restored_is_a_loss_and_is_read_on_where_it_parts(host: Host, tmp_path: Path) -> None:
+    strict, loose = StreamReader(host.options()), StreamReader(host.options(fail_on_data_loss=False))
+    restored = tmp_path / "restored"
+    restored.mkdir()
+    try:
+        host.ask(samples(100))
+        begin = strict.initialOffset()
+        copy_log(host.path, restored / "history.db", CopyPace(restored / "history.db"))
+        host.ask(samples(100, seed=2))
+        end = latest(strict, begin, 200)
+        assert rows_of(strict, begin, end) == list(range(1, 201))
+        before = host.incarnation
+        make_another(restored / "history.db", b"r" * 16, 1_790_000_000_000, "restored")
+        host.restart(restored)
+        host.ask(samples(50, seed=3))
+        assert host.incarnation == (b"r" * 16).hex()
+        reach(strict)
+        with pytest.raises(UStatusError, match=f"log {before} and its records after seq 200 are lost.*failOnDataLoss"):
+            latest(strict, end, 1_000)
+        reach(loose)
+        after = latest(loose, end, 150, host.incarnation)
+        assert rows_of(loose, end, after) == list(range(101, 151))
+        host.ask(samples(5, seed=4))
+        for reader in (strict, loose):
+            assert rows_of(reader, after, latest(reader, after, 155, host.incarnation)) == list(range(151, 156))
     finally:
         strict.stop()
         loose.stop()
