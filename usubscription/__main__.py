@@ -113,6 +113,16 @@ async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready) -> Non
 
 def run(config: ServiceConfig, ready: Ready = lambda state: print(json.dumps(state), flush=True)) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code. Prints to stdout when it is ready, and errors to stderr."""
+    try:
+        serve_until_signalled(config, ready)
+    except UStatusError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def serve_until_signalled(config: ServiceConfig, ready: Ready) -> None:
+    """Serve until SIGTERM or SIGINT. Raises as `serve`."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.set_threshold(*GC_THRESHOLDS)
 
@@ -123,12 +133,7 @@ def run(config: ServiceConfig, ready: Ready = lambda state: print(json.dumps(sta
             loop.add_signal_handler(number, stop.set)
         await serve(config, stop, ready)
 
-    try:
-        asyncio.run(main())
-    except UStatusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    asyncio.run(main())
 
 
 def parse(arguments: Sequence[str] | None = None) -> ServiceConfig:

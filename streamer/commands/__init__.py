@@ -3,6 +3,5 @@
 cli        all commands, main                         run      run, usubscription: processes that serve until a signal
 terminal   printing, errors, exit codes               check    checks a configuration and the files that it names
 options    shared options, networks                   client   subscribe, publish, call, replay, demo
-cursors  history  letters  operating    the data that a streamer stores
-backup  cursors  history  operating    the data that a streamer stores
+backup  cursors  history  letters  operating    the data that a streamer stores
 """

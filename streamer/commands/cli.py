@@ -16,7 +16,6 @@ app = typer.Typer(
     help="The uProtocol dispatcher: joins MQTT 5, Zenoh and DDS, forwards what is subscribed to, and loses nothing on "
     "the way.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     pretty_exceptions_show_locals=False,
     rich_markup_mode="rich",
@@ -85,7 +84,7 @@ def before_any_command(
 
 def main() -> None:
     try:
-        app()
+        app(prog_name="up-streamer")
     except SystemExit as end:
         if not isinstance(end.code, int | None):
             raise

@@ -16,12 +16,15 @@ import typer
 from storage import logs
 from streamer.commands import terminal
 from streamer.commands.options import AsJson, Data, DemoOptions, Network, Payload, Seed, Where
+from streamer.commands.options import uri as uri_of
+from streamer.commands.terminal import Misuse
+from streamer.operating import known
 from streamer.operating.readable import as_dict, payload_value
 from uprotocol import uri as uris
 from uprotocol.attributes import PUBLISH
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.message import UMessageBuilder, UPayload
-from uprotocol.status import UStatusError, invalid
+from uprotocol.status import UStatusError
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -37,7 +40,10 @@ def subscribe(
     ],
     where: Where,
     count: Annotated[int | None, typer.Option(min=1, help="End after this many messages.")] = None,
-    usubscription: Annotated[bool, typer.Option(help="Subscribe at the network's uSubscription service, too.")] = True,
+    no_usubscription: Annotated[
+        bool, typer.Option("--no-usubscription", help="Do not subscribe at the network's uSubscription service, too.")
+    ] = False,
+    usubscription: Annotated[bool, typer.Option("--usubscription", hidden=True)] = True,  # the default
     as_json: AsJson = False,
 ) -> None:
     """Subscribe to topics and print the messages.
@@ -45,7 +51,8 @@ def subscribe(
     Example: [bold]up-streamer subscribe up://vehicle1/8001/1/8002 -t mqtt5 -a cloud -s host=127.0.0.1 --json[/]
     """
     logs.configure()
-    network, filters = where.network(), [uris.parse(topic) for topic in topics]
+    usubscription = usubscription and not no_usubscription
+    network, filters = where.network(), list(map(uri_of, topics))
     heard = [uris.format(topic) for topic in filters]
     listening = json.dumps({"listening": heard}) if as_json else f"listening to {', '.join(topics)}"
     terminal.finish(_listen(network, filters, listening, count=count, subscribe=usubscription, as_json=as_json))
@@ -68,7 +75,7 @@ def publish(
     'connect=["tcp/127.0.0.1:7447"]'[/]
     """
     logs.configure()
-    uri = uris.parse(topic)
+    uri = uri_of(topic)
     network, data, level = where.network(uri.authority_name or None), payload.read(), _priority(priority)
     sent = []
     for _ in range(count):
@@ -84,7 +91,7 @@ def publish(
 def _priority(text: str) -> UPriority.ValueType:
     name = f"UPRIORITY_{text.upper()}"
     if name not in set(UPriority.keys()):
-        raise invalid(f"--priority is CS0 to CS6, got {text!r}")
+        raise Misuse(f"--priority is CS0 to CS6, got {text!r}")
     return UPriority.Value(name)
 
 
@@ -95,22 +102,25 @@ def call(
     timeout_ms: Annotated[int, typer.Option(min=1)] = 10_000,
     as_json: AsJson = False,
 ) -> None:
-    """Call a method and print its response.
+    """Call a method and print its response. For methods of core.usubscription and core.ustreamer, --json-payload is the
+    request, and the response is printed as JSON.
 
     Example: [bold]up-streamer call up://vehicle1/4/1/1 -t zenoh -a vehicle1 -s 'connect=["tcp/127.0.0.1:7447"]'[/]
     """
     logs.configure()
-    network, uri, data = where.network(), uris.parse(method), payload.read()
+    network, uri = where.network(), uri_of(method)
+    method_known = known.method(uri)
+    data = payload.read(method_known.request if method_known is not None else None)
     started = time.monotonic()
     answer = terminal.finish(_call(network, uri, data or UPayload(), CallOptions(timeout_ms=timeout_ms)))
-    value = payload_value(answer)
+    value = payload_value(answer, method_known.answer if method_known is not None else None)
     report = {
         "method": uris.format(uri),
         "payload_format": UPayloadFormat.Name(answer.format)[len("UPAYLOAD_FORMAT_") :],
         "payload": value,
         "milliseconds": round((time.monotonic() - started) * 1000, 1),
     }
-    terminal.tell(as_json, report, str(value))
+    terminal.tell(as_json, report, value if isinstance(value, str) else json.dumps(value))
 
 
 def replay(
@@ -142,7 +152,7 @@ def replay(
     network, drive = where.network(), drives.load(data, seed, seconds)
     publishers = sorted({signal.publisher for signal in drive.signals})
     if not all_signals and network.authority not in publishers:
-        raise invalid(
+        raise Misuse(
             f"authority {network.authority!r} publishes nothing of a drive, {' and '.join(publishers)} do: be one "
             "of them, or add --all"
         )

@@ -26,7 +26,7 @@ from history.service.consumers import CURSOR_PREFIX as CONSUMER_PREFIX
 from history.service.consumers import owner_of, owners
 from storage.disk import REAL_DISK
 from streamer.commands import terminal
-from streamer.commands.options import AsJson, DataDir
+from streamer.commands.options import AsJson, DataDir, endpoints
 from streamer.egress import claims
 from streamer.egress.claims import Listed, endpoint_of
 from streamer.egress.holds import CURSOR_PREFIX, HELD_PREFIX, HOLDER, OWED_PREFIX, PARKED_PREFIX
@@ -42,7 +42,7 @@ SCAN_BYTES: Final = 16 << 20
 FOR_EVER: Final = 1 << 60  # no retention here: the streamer does it
 
 
-EndpointName = Annotated[str, typer.Argument(help="The endpoint for which records wait.")]
+EndpointName = Annotated[str, typer.Argument(help="The endpoint for which records wait.", autocompletion=endpoints)]
 
 
 def list_(at: DataDir, as_json: AsJson = False) -> None:
@@ -60,7 +60,7 @@ def list_(at: DataDir, as_json: AsJson = False) -> None:
 
 def adopt(
     old: EndpointName,
-    new: Annotated[str, typer.Argument(help="The endpoint that receives them.")],
+    new: Annotated[str, typer.Argument(help="The endpoint that receives them.", autocompletion=endpoints)],
     at: DataDir,
     out_of_order: Annotated[
         bool, typer.Option("--out-of-order", help="Also records that would arrive after newer messages of their topic.")

@@ -18,11 +18,12 @@ from history.reading.subscriber import HistoryClient
 from storage import logs
 from streamer.commands import client, terminal
 from streamer.commands.options import AsJson, DataDir, Network, Where
+from streamer.commands.options import uri as uri_of
+from streamer.commands.terminal import Misuse
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, GroupFrontier, LogState, PollRequest, TopicState
-from uprotocol.status import invalid
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -57,9 +58,9 @@ def history_(
         (_verify if service == "verify" else _acknowledge)(DataDir(data_dir, where.config).log, as_json)
         return
     if epochs and (poll or topics):
-        raise invalid("--epochs shows how far groups have come: say it without --poll, and without topics")
+        raise Misuse("--epochs shows how far groups have come: say it without --poll, and without topics")
     logs.configure()
-    network, patterns = where.network(), [uris.parse(topic) for topic in topics or []]
+    network, patterns = where.network(), list(map(uri_of, topics or []))
     streamer = ids.at(service)
     if epochs:
         _show_epochs(terminal.finish(_frontiers(network, streamer)), as_json)

@@ -12,9 +12,12 @@ from typing import Annotated
 import typer
 
 from storage import logs
-from streamer import config as configs
 from streamer.commands import terminal
-from streamer.commands.options import AsJson, DataDir
+from streamer.commands.options import AsJson, DataDir, endpoints, load
+from streamer.commands.options import uri as uri_of
+from streamer.commands.terminal import Misuse
+from streamer.config import Config
+from streamer.egress import paused as pauses
 from streamer.operating import control
 from streamer.operations import VEHICLES_MAX
 from uprotocol import uri as uris
@@ -23,7 +26,12 @@ from uprotocol.status import invalid
 Topic = Annotated[
     str, typer.Argument(help="A pattern of topics: resource FFFF for all of an entity, authority * for all.")
 ]
-Peer = Annotated[str, typer.Argument(help="The endpoint for which they are paused, or an authority behind one.")]
+Peer = Annotated[
+    str,
+    typer.Argument(
+        help="The endpoint for which they are paused, or an authority behind one.", autocompletion=endpoints
+    ),
+]
 
 
 def pause(topic: Topic, peer: Peer, at: DataDir, as_json: AsJson = False) -> None:
@@ -52,8 +60,14 @@ def paused(at: DataDir, as_json: AsJson = False) -> None:
 
 
 def _control(do: str, topic: str, peer: str, at: DataDir, as_json: bool) -> None:
-    own = configs.load(at.config).authority if at.config is not None else ""
-    found = control.ask(at.path, do, topic, peer, own)
+    if topic:
+        uri_of(topic)
+    config = load(at.config) if at.config is not None else None
+    if do == "pause" and config is not None and control.call(at.path, "paused") is None:
+        _require_peer(config, peer)  # the streamer itself does it while it runs
+    found = control.ask(at.path, do, topic, peer, config.authority if config is not None else "")
+    if do == "resume" and not as_json:
+        terminal.out.print(f"resumed: {topic} to {peer}", markup=False)
     for one in found:
         terminal.tell(as_json, one._asdict(), f"paused: {one.topic} to {one.peer}")
     if not found and not as_json:
@@ -73,6 +87,12 @@ def reload(
     done = "ok: these changes are possible" if dry_run else "ok: reloaded"
     lines = [*answer["changes"], done] if answer["changes"] else ["ok: nothing has changed in the file"]
     terminal.tell(as_json, answer, "\n".join(lines))
+
+
+def _require_peer(config: Config, peer: str) -> None:
+    names = [section.name for section in config.endpoint]
+    if peer not in names and not any(uris.is_one_of(peer, section.authorities) for section in config.endpoint):
+        raise pauses.unknown_peer(peer, names)
 
 
 def vehicles(
@@ -110,9 +130,11 @@ def subscriptions(
 
     logs.configure()
     if (store is None) == (config is None):
-        raise invalid("say either --store FILE or --config FILE")
-    path = store if store is not None else configs.load(config or Path()).streamer.data_dir / "usubscription.db"
-    filters = [uris.parse(text) if text is not None else None for text in (topic, subscriber)]
+        raise Misuse("say either --store FILE or --config FILE")
+    filters = [uri_of(text) if text is not None else None for text in (topic, subscriber)]
+    path = store if store is not None else load(config or Path()).streamer.data_dir / "usubscription.db"
+    if not path.is_file():
+        raise invalid(f"there is no store at {path}: pass the file that the service was started with")
     with StoreView(path) as view:
         for entry in view.watch(*filters) if watch else ():
             line = f"{entry['event']:<8} {entry['status']:<17} {entry['topic']}  {entry['subscriber']}"

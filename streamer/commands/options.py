@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import tomllib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,19 +17,34 @@ from pathlib import Path
 from typing import Annotated, Any, Final, get_type_hints
 
 import typer
+from google.protobuf.message import Message
 
 from streamer import config as configs
 from streamer.commands import terminal
+from streamer.commands.terminal import Misuse
+from streamer.operating import known
 from transports import plugin as plugins
 from uprotocol import uri as uris
 from uprotocol.message import UPayload
-from uprotocol.status import invalid
+from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
 
 LOG_NAME: Final = "history.db"  # in a data_dir
 ENTITY: Final = 0x1_C11  # of the command line; the instance id distinguishes several of them
 VERSION: Final = 1
+
+
+def endpoints(context: typer.Context, incomplete: str) -> list[str]:
+    """Completes the name of an endpoint from the file of --config, unchecked; nothing without one."""
+    try:
+        found = tomllib.loads(Path(context.params["config"]).read_text(encoding="utf-8-sig"))["endpoint"]
+        return [name for one in found if (name := str(one["name"])).startswith(incomplete)]
+    except (KeyError, TypeError, OSError, ValueError):
+        return []
+
 
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="The streamer's TOML file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
@@ -50,24 +66,26 @@ class Where:
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="Take the network from a streamer's TOML file ...")
     ] = None
-    endpoint: Annotated[str | None, typer.Option("--endpoint", "-e", help="... and this endpoint of it.")] = None
+    endpoint: Annotated[
+        str | None, typer.Option("--endpoint", "-e", help="... and this endpoint of it.", autocompletion=endpoints)
+    ] = None
     entity: Annotated[str, typer.Option("--entity", help="Our uEntity id, hexadecimal.")] = f"{ENTITY:X}"
 
     def network(self, authority: str | None = None) -> Network:
-        """Returns the network. `authority`: default of --authority. Raises UStatusError(INVALID_ARGUMENT)."""
+        """Returns the network. `authority`: default of --authority. Raises Misuse, and what `network_of` raises."""
         authority = self.authority or authority
         try:
             ue_id = int(self.entity, 16)
         except ValueError:
-            raise invalid(f"--entity is a hexadecimal number, got {self.entity!r}") from None
+            raise Misuse(f"--entity is a hexadecimal number, got {self.entity!r}") from None
         given = parse_settings(self.settings or [])
         if self.config is not None:
             if self.endpoint is None or self.transport is not None:
-                raise invalid("say --config FILE with --endpoint NAME and without --transport")
+                raise Misuse("say --config FILE with --endpoint NAME and without --transport")
             found = network_of(self.config, self.endpoint, authority, ue_id)
             return dataclasses.replace(found, settings={**found.settings, **given})
         if self.transport is None or authority is None:
-            raise invalid(
+            raise Misuse(
                 "say which network: --transport NAME --authority WHO [--set KEY=VALUE ...], or --config FILE "
                 "--endpoint NAME"
             )
@@ -83,15 +101,20 @@ class Payload:
     hex: Annotated[str | None, typer.Option(help="Payload: bytes in hexadecimal.")] = None
     file: Annotated[Path | None, typer.Option(help="Payload: the bytes of a file.")] = None
 
-    def read(self) -> UPayload | None:
-        """Returns the payload, or None. Raises UStatusError(INVALID_ARGUMENT)."""
+    def read(self, type: type[Message] | None = None) -> UPayload | None:
+        """Returns the payload, or None. `type`: what JSON is encoded as.
+
+        Raises Misuse; INVALID_ARGUMENT for a file that can't be read, or JSON that is no `type`.
+        """
         if sum(one is not None for one in (self.text, self.json_payload, self.hex, self.file)) > 1:
-            raise invalid("say the payload once: one of --text, --json-payload, --hex and --file")
+            raise Misuse("say the payload once: one of --text, --json-payload, --hex and --file")
         if self.text is not None:
             return UPayload(self.text.encode(), UPayloadFormat.UPAYLOAD_FORMAT_TEXT)
         try:
             if self.json_payload is not None:
                 json.loads(self.json_payload)
+                if type is not None:
+                    return known.encode(self.json_payload, type)
                 return UPayload(self.json_payload.encode(), UPayloadFormat.UPAYLOAD_FORMAT_JSON)
             if self.hex is not None:
                 return UPayload(bytes.fromhex(self.hex), UPayloadFormat.UPAYLOAD_FORMAT_RAW)
@@ -101,7 +124,7 @@ class Payload:
             raise invalid(f"can't read {self.file}: {error.strerror}") from None
         except ValueError as error:
             wrong = "--hex is not hexadecimal" if self.json_payload is None else "--json-payload is not JSON"
-            raise invalid(f"{wrong}: {error}") from None
+            raise Misuse(f"{wrong}: {error}") from None
         return None
 
 
@@ -114,10 +137,10 @@ class DataDir:
 
     @property
     def path(self) -> Path:
-        """The folder. Raises UStatusError(INVALID_ARGUMENT)."""
+        """The folder. Raises Misuse."""
         if (self.data_dir is None) == (self.config is None):
-            raise invalid("say either --data-dir DIR or --config FILE")
-        return self.data_dir if self.data_dir is not None else configs.load(self.config or Path()).streamer.data_dir
+            raise Misuse("say either --data-dir DIR or --config FILE")
+        return self.data_dir if self.data_dir is not None else load(self.config or Path()).streamer.data_dir
 
     @property
     def log(self) -> Path:
@@ -175,9 +198,29 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
             function(**given)
 
     order = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+    run.__doc__ = _paragraphs(function.__doc__ or "")
     run.__signature__ = inspect.Signature(order)  # type: ignore[attr-defined]  # typer reads it
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     return run
+
+
+def _paragraphs(text: str) -> str:
+    """Returns a docstring with one line for each paragraph: the terminal breaks lines where it ends."""
+    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
+
+
+def load(path: Path) -> configs.Config:
+    """Returns a streamer's configuration. A mistake in the file ends any command with EXIT_CONFIG."""
+    with terminal.errors(terminal.EXIT_CONFIG):
+        return configs.load(path)
+
+
+def uri(text: str) -> UUri:
+    """Returns the URI of an argument. Raises Misuse."""
+    try:
+        return uris.parse(text)
+    except UStatusError as error:
+        raise Misuse(error.message) from None
 
 
 # Networks
@@ -204,12 +247,16 @@ class Network:
 
 
 def network_of(path: Path, endpoint: str, authority: str | None, entity: int) -> Network:
-    """Returns the network of an endpoint in a streamer's configuration. We connect where the streamer listens."""
-    config = configs.load(path)
+    """Returns the network of an endpoint in a streamer's configuration. We connect where the streamer listens.
+
+    Raises Misuse; NOT_FOUND for an unknown endpoint.
+    """
+    config = load(path)
     section = next((one for one in config.endpoint if one.name == endpoint), None)
     if section is None:
-        raise invalid(
-            f"{path} has no endpoint {endpoint!r}; there are {', '.join(one.name for one in config.endpoint)}"
+        raise UStatusError(
+            UCode.NOT_FOUND,
+            f"{path} has no endpoint {endpoint!r}; there are {', '.join(one.name for one in config.endpoint)}",
         )
     settings = dict(section.settings)
     if section.transport == "zenoh" and settings.get("listen"):
@@ -220,7 +267,7 @@ def network_of(path: Path, endpoint: str, authority: str | None, entity: int) ->
         settings.pop(own, None)
     named = [one for one in section.authorities if not uris.is_pattern(one)]
     if authority is None and not named:
-        raise invalid(f"endpoint {endpoint!r} names no authority: say who you are with --authority")
+        raise Misuse(f"endpoint {endpoint!r} names no authority: say who you are with --authority")
     return Network(section.transport, authority or named[0], settings, entity)
 
 
@@ -230,7 +277,7 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key:
-            raise invalid(f"expected KEY=VALUE, got {text!r}")
+            raise Misuse(f"expected KEY=VALUE, got {text!r}")
         try:
             parsed = json.loads(value)
         except json.JSONDecodeError:
@@ -240,8 +287,8 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
         for part in path:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
-                raise invalid(f"{part!r} in {text!r} has been given a value already: it can't have keys, too")
+                raise Misuse(f"{part!r} in {text!r} has been given a value already: it can't have keys, too")
         if isinstance(table.get(last), dict) and not isinstance(parsed, dict):
-            raise invalid(f"{key!r} in {text!r} has been given keys already: it can't be a value, too")
+            raise Misuse(f"{key!r} in {text!r} has been given keys already: it can't be a value, too")
         table[last] = parsed
     return settings

@@ -121,7 +121,8 @@ def usubscription(
         with contextlib.suppress(OSError):
             terminal.tell(as_json, state, line)
 
-    raise typer.Exit(service.run(config, tell))
+    with terminal.errors(log_format=log_format):
+        service.serve_until_signalled(config, tell)
 
 
 class ServiceManager:

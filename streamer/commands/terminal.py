@@ -21,15 +21,24 @@ from rich.text import Text
 
 from storage import logs
 from uprotocol.status import UStatusError, code_name
+from uprotocol.v1.ucode_pb2 import UCode
 
 SWITCH_INTERVAL_S: Final = 0.001  # the longest that the loop and threads of transports wait for each other
 EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2  # the command line is wrong
 EXIT_CONFIG: Final = os.EX_CONFIG  # of `run`: its file is wrong; systemd does not restart it
 EXIT_SIGNALLED: Final = 128  # and the number of the signal: 130 after Ctrl-C, 143 after SIGTERM
 
 out, err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
 
 T = TypeVar("T")
+
+
+class Misuse(UStatusError):
+    """INVALID_ARGUMENT: the command line is wrong. The exit code is EXIT_USAGE, as for what typer refuses."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(UCode.INVALID_ARGUMENT, what)
 
 
 @contextlib.contextmanager
@@ -43,7 +52,7 @@ def errors(exit_code: int = EXIT_FAILED, log_format: logs.Format = "text") -> It
         else:
             err.print(f"[bold red]error[/] {code_name(error.code)}:", end=" ")
             err.print(error.message, markup=False)
-        raise typer.Exit(exit_code) from None
+        raise typer.Exit(EXIT_USAGE if isinstance(error, Misuse) else exit_code) from None
 
 
 def finish(work: Coroutine[Any, Any, T]) -> T:

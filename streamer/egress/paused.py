@@ -69,6 +69,12 @@ def pattern_of(topic: UUri, own: str) -> UUri:
     return topic
 
 
+def unknown_peer(peer: str, endpoints: Iterable[str]) -> UStatusError:
+    """Returns NOT_FOUND for a peer that is no endpoint and no authority behind one."""
+    why = f"a peer is an endpoint or an authority behind one, and {peer[:PEER_LENGTH_MAX]!r} is none"
+    return UStatusError(UCode.NOT_FOUND, f"{why}; endpoints are {', '.join(endpoints)}")
+
+
 def added(pauses: Iterable[Pause], topic: UUri, peer: str) -> list[Pause]:
     """Returns `pauses` with one more. Raises RESOURCE_EXHAUSTED."""
     those = set(pauses) | {Pause(uris.format(topic), peer)}
@@ -169,12 +175,7 @@ class Paused:
         pattern = pattern_of(topic, self._own)
         endpoint = self._endpoint_of(peer) if 0 < len(peer) <= PEER_LENGTH_MAX else None
         if endpoint is None:
-            known = ", ".join(endpoint.name for endpoint in self._endpoints)
-            raise UStatusError(
-                UCode.NOT_FOUND,
-                f"a peer is an endpoint or an authority behind one, and {peer[:PEER_LENGTH_MAX]!r} is none; endpoints "
-                f"are {known}",
-            )
+            raise unknown_peer(peer, (endpoint.name for endpoint in self._endpoints))
         async with self._turn:
             for check in self._checks:
                 check(endpoint)

@@ -4,6 +4,7 @@ admin.py              The pages of the admin port, for monitors and people. http
 backup.py             Backs up a data_dir, also while its streamer runs, and restores a backup
 control.py            The control of a running streamer: by RPC, and from the command line
 http_port.py          The HTTP server of the admin port
+known.py              Payloads that people can read and write as JSON
 metrics.py            The counters of a streamer as Prometheus metrics, read only on request
 operations.py         What people and programs ask of a running streamer, by name
 readable.py           Messages as plain data for people and programs

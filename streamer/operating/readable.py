@@ -10,7 +10,9 @@ import json
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 
+from streamer.operating import known
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter, Sample
@@ -20,8 +22,10 @@ from uprotocol.v1.uattributes_pb2 import UMessageType, UPayloadFormat, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 
 
-def payload_value(payload: UPayload) -> Any:
-    """Returns JSON data: known messages and text decoded, everything else as hex."""
+def payload_value(payload: UPayload, type: type[Message] | None = None) -> Any:
+    """Returns JSON data: known messages and text decoded, everything else as hex. `type`: what it is expected to be."""
+    if type is not None and (found := known.as_json(payload, type)) is not None:
+        return found
     data, format = payload.data, payload.format
     try:
         if format == UPayloadFormat.UPAYLOAD_FORMAT_TEXT:
@@ -30,28 +34,35 @@ def payload_value(payload: UPayload) -> Any:
             return json.loads(data)
     except (ValueError, RecursionError):
         return data.hex()
-    known = _known(payload)
-    return data.hex() if known is None else known
+    guessed = _guessed(payload)
+    return data.hex() if guessed is None else guessed
 
 
-def _known(payload: UPayload) -> dict[str, Any] | None:
+def _guessed(payload: UPayload) -> dict[str, Any] | None:
     """Returns a Sample or DeadLetter as plain data; None for everything else."""
     protobuf = (UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF, UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY)
     for type in (Sample, DeadLetter) if payload.format in protobuf else ():
         try:
-            known = payload.unpack(type)
+            found = payload.unpack(type)
         except UStatusError:
             continue
-        if known.SerializeToString(deterministic=True) and (not isinstance(known, Sample) or known.path):
-            return MessageToDict(known, preserving_proto_field_name=True)
+        if found.SerializeToString(deterministic=True) and (not isinstance(found, Sample) or found.path):
+            return MessageToDict(found, preserving_proto_field_name=True)
     return None
+
+
+def _decoded(message: UMessage) -> dict[str, Any] | None:
+    """Returns a payload of a known topic, or of a known type, as plain data."""
+    payload, type = UPayload.of(message), known.topic(message.attributes.source)
+    found = None if type is None else known.as_json(payload, type)
+    return _guessed(payload) if found is None else found
 
 
 def as_dict(message: UMessage) -> dict[str, Any]:
     """Returns a message as plain data; omits absent attributes."""
     data = _attributes(message)
     if message.HasField("payload"):
-        data["payload"] = payload_value(UPayload.of(message))
+        data["payload"] = payload_value(UPayload.of(message), known.topic(message.attributes.source))
     return data
 
 
@@ -66,9 +77,8 @@ def as_row(message: UMessage, bytes_max: int) -> dict[str, Any]:
         return row
     data, format = message.payload, message.attributes.payload_format
     row["payload_bytes"] = len(data)
-    known = _known(UPayload.of(message)) if len(data) <= bytes_max else None
-    if known is not None:
-        return row | {"payload_as": "decoded", "payload": known}
+    if len(data) <= bytes_max and (found := _decoded(message)) is not None:
+        return row | {"payload_as": "decoded", "payload": found}
     if format in (UPayloadFormat.UPAYLOAD_FORMAT_TEXT, UPayloadFormat.UPAYLOAD_FORMAT_JSON):
         kind = "text" if format == UPayloadFormat.UPAYLOAD_FORMAT_TEXT else "json"
         return row | {"payload_as": kind, "payload": data[:bytes_max].decode(errors="replace")}

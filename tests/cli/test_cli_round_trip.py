@@ -141,6 +141,18 @@ async def test_everything_from_a_terminal(terminal: Terminal) -> None:
     (answer,), _ = await terminal.run("call", "up://vehicle1/4/1/1", *terminal.cloud, "--json")
     assert answer["method"] == "up://vehicle1/4/1/1"
     assert answer["milliseconds"] > 0
+    assert answer["payload"]["logs"]  # of a method that is known, the response is
+    topic = "up://vehicle1/8001/1/8001"
+    request = json.dumps({"topic": topic, "peer": "nobody"})
+    _, reported = await terminal.run("call", "up://vehicle1/4/1/5", *terminal.cloud, "--json-payload", request, code=1)
+    assert "error PERMISSION_DENIED: " in reported
+    request = json.dumps({"topic_filter": topic})
+    (answer,), _ = await terminal.run(
+        "call", "up://vehicle1/0/4/3", *terminal.cloud, "--json-payload", request, "--json"
+    )
+    assert answer["payload"] == {}
+    _, reported = await terminal.run("call", "up://vehicle1/0/4/3", *terminal.cloud, "--json-payload", "[]", code=1)
+    assert "with the fields topic_filter, subscriber_filter" in reported
     _, reported = await terminal.run("call", "up://vehicle1/8001/1/66", *terminal.cloud, code=1)
     assert "PERMISSION_DENIED" in reported
     assert "no rule" in reported

@@ -44,12 +44,12 @@ up_streamer.main()
 """
 
 
-def heed_ctrl_c() -> None:
+def take_ctrl_c() -> None:
     """Workers of pytest-xdist ignore it, and so would their children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-AS_IN_A_SHELL: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "preexec_fn": heed_ctrl_c}
+AS_IN_A_SHELL: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "preexec_fn": take_ctrl_c}
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from streamer.operating.backup import back_up_stopped, restore
 from tests.edge.test_streams import World as EdgeWorld
-from tests.streamer.conftest import MakeWorld
 from tests.streamer.test_following import Pair
 from tests.streamer.test_following import pair as pair
 
