@@ -4,11 +4,13 @@ for real."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shutil
 import stat
 import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -21,6 +23,7 @@ import yaml
 from streamer import config as configs
 from streamer import parts
 from streamer.commands.terminal import EXIT_CONFIG
+from tests.tiers import full
 from tools.broker import Broker
 from transports import plugin
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
@@ -142,6 +145,31 @@ def test_an_image_is_made_of_the_wheel_and_the_lock() -> None:
     assert installs
     for step in re.findall(r"pip install[^&]*", " ".join(installs)):
         assert "--require-hashes" in step or "--no-deps" in step
+
+
+def test_an_image_is_made_on_any_machine() -> None:
+    text = (DEPLOY / "docker/Dockerfile").read_text()
+    code = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    assert not re.search(r"amd64|arm64|x86_64|aarch64|--platform", code)
+
+
+@full
+def test_the_steps_of_the_image_make_a_gateway(tmp_path: Path) -> None:
+    """Run by a shell in a folder, without a container engine; needs a package index."""
+    source, target = tmp_path / "src", tmp_path / "opt"
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(source), str(ROOT)]
+    subprocess.run(build, env=os.environ | {"UP_STREAMER_COMPILED": "0"}, check=True, capture_output=True, timeout=200)
+    shutil.copy(ROOT / "deploy/requirements.lock", source)
+    steps = dockerfile()
+    for word, rest in steps[: [number for number, (word, _) in enumerate(steps) if word == "FROM"][1]]:
+        if word == "RUN":
+            step = rest.replace("/opt/up-streamer", str(target)).replace("/src", str(source))
+            step = step.replace("python -m venv", f"{sys.executable} -m venv")
+            subprocess.run(["sh", "-euc", step], check=True, capture_output=True, timeout=500)
+    (entry,) = (json.loads(rest) for word, rest in steps if word == "ENTRYPOINT")
+    command = [entry[0].replace("/opt/up-streamer", str(target)), "--version"]
+    shown = subprocess.run(command, cwd=tmp_path, env={}, check=True, capture_output=True, text=True, timeout=100)
+    assert shown.stdout.startswith("up-streamer ")
 
 
 def test_the_health_check_asks_the_port_that_the_configuration_opens() -> None:

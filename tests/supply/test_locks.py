@@ -27,11 +27,11 @@ LOCKS: Final = {  # and the extras that each is made of
 }
 
 
-def pinned(lock: str, python: str) -> dict[str, str]:
+def pinned(lock: str, python: str, machine: str = "x86_64") -> dict[str, str]:
     """Each package of a lock on Linux with that Python, and its version."""
     text = (ROOT / lock).read_text()
     here = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux", "os_name": "posix"}
-    here |= {"platform_machine": "x86_64", "platform_system": "Linux", "platform_python_implementation": "CPython"}
+    here |= {"platform_machine": machine, "platform_system": "Linux", "platform_python_implementation": "CPython"}
     found: dict[str, str] = {}
     for name, version, marker in re.findall(rf"^({NAME}){EXTRAS}==(\S+)(?: ; (.*?))?(?: \\)?$", text, re.MULTILINE):
         if not marker or Marker(marker).evaluate(here):
@@ -66,6 +66,13 @@ def test_the_smaller_locks_have_the_versions_that_the_tests_ran_with(lock: str, 
     tested, deployed = pinned("requirements.lock", python), pinned(lock, python)
     assert deployed
     assert deployed.items() <= tested.items()
+
+
+def test_a_gateway_on_arm_lacks_dds_alone() -> None:
+    """All that is pinned has wheels for Linux on ARM, but for Cyclone DDS (docs/installing.md)."""
+    of = {machine: pinned("deploy/requirements.lock", "3.11", machine).keys() for machine in ("x86_64", "aarch64")}
+    assert of["x86_64"] - of["aarch64"] == {"cyclonedds", "rich-click", "click"}  # the others are what it asks for
+    assert of["aarch64"] < of["x86_64"]
 
 
 @pytest.mark.parametrize("lock", LOCKS)

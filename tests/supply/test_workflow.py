@@ -51,6 +51,13 @@ def test_what_the_workflow_makes_there_is_a_rule_for() -> None:
     assert made <= rules
 
 
+def test_wheels_and_image_are_made_for_both_machines() -> None:
+    assert WORKFLOW["jobs"]["wheel"]["strategy"]["matrix"]["machine"] == ["ubuntu-latest", "ubuntu-24.04-arm"]
+    assert "--platform linux/amd64,linux/arm64 --file deploy/docker/Dockerfile" in commands("image")
+    assert WORKFLOW["jobs"]["image"]["needs"] == "wheel"
+    assert "--push" not in commands("image")
+
+
 def test_no_registry_is_named() -> None:
     """Where packages come from is the business of the machine that installs them."""
     files = ["Makefile", "pyproject.toml", ".github/workflows/ci.yml", "deploy/docker/Dockerfile", "tools/lock.py"]
