@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -64,6 +65,7 @@ CHECKPOINT_BYTES: Final = 32 << 20  # rolled forward on open at most: a tenth of
 # Rows of the index of topics that are written at once: some 40 ms in which nothing is committed. If each message had
 # another topic, 2,048 chunks would have half a million rows.
 CHECKPOINT_ROWS = 16_384
+DURATIONS_MAX = 4_096  # of transactions that nobody has asked for yet
 WAL_AGAIN_S: Final = 1.0  # between two attempts to wait for readers
 
 log = structlog.get_logger()
@@ -124,6 +126,8 @@ class Store:
         self.heard_seq = self.loaded.start_seq  # the loop has applied all progress up to here; set on the loop
         # progress of the streams that grew since the last checkpoint, or whose progress the loop has not applied yet
         self.ahead = {id: self.loaded.streams[id].progress for id in self.loaded.dirty}
+        # of the last transactions, in seconds: all of it, and the COMMIT at its end, which waits for the disk
+        self.durations: deque[tuple[float, float]] = deque(maxlen=DURATIONS_MAX)
         self._stream_rows = len(self.loaded.streams)
         self._must_count = False  # after an error it is unknown which rows were written
         self._data_version = 0  # of SQLite: it changes when another process has written
@@ -239,6 +243,7 @@ class Store:
         `followed`: positions in other logs that are valid only with these chunks, by key of META; `changes` may have
         older ones. `probe`: write something in any case, to find out whether that works. Returns the progress of the
         streams of these chunks, which the loop applies."""
+        began = self.runtime.monotonic()
         db = self.file.db or self._reconnect()
         extent, unindexed, ahead = self.extent, self.loaded.unindexed, self.ahead
         self.file.require_in_place()
@@ -271,6 +276,9 @@ class Store:
                 META.insert(db, [("probe", self.runtime.random_bytes(8))])
             if checkpoint:
                 self._checkpoint(db)
+            written = self.runtime.monotonic()
+        now = self.runtime.monotonic()
+        self.durations.append((now - began, now - written))
         self._replaced = {}
         if checkpoint:
             self._checkpointed()

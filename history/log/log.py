@@ -149,7 +149,6 @@ class Log(Streams):
         self.name, self.incarnation, self.durable = name, loaded.incarnation, storage.durable
         self.retention_ms, self.retention_bytes = retention_ms, retention_bytes
         self.holes, self.predecessors = list(loaded.holes), loaded.predecessors
-        self._tail = storage.tail
         self.losses = LogLosses(storage, now_ms)
         self.dropped = self.losses.dropped
         self.cursors = Cursors(name, storage, now_ms, loaded.cursors, lost=loaded.cursors_lost)
@@ -158,6 +157,7 @@ class Log(Streams):
         self.failures = 0
         self.healthy = True  # the last transaction has succeeded
         self.trouble = ""  # why it has failed
+        self._tail, self.durations = storage.tail, storage.durations
         self._closed = False
         self._appending: set[Append] = set()  # given to the storage, not yet reported by it
         self._queued = 0  # messages of those

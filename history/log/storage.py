@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -59,6 +59,7 @@ class DurableStorage:
         self.durable = True
         self.loaded, self.tail = store.loaded, Tail(store.extent.newest_seq, tail_bytes)
         self.reader = Reader(store.path, store.runtime.disk)
+        self.durations = store.durations
         self._store, self._executor, self._name, self._now_ms = store, executor, name, now_ms
         self._gather_ms = gather_ms
         self._loop = asyncio.get_running_loop()
@@ -163,7 +164,7 @@ class VolatileStorage:
     """Keeps as many records as fit into `retention_bytes` of memory, on the loop alone."""
 
     def __init__(self, incarnation: bytes, retention_bytes: int, now_ms: Callable[[], int]) -> None:
-        self.durable = False
+        self.durable, self.durations = False, deque[tuple[float, float]]()
         self.loaded = Loaded(incarnation)
         self.tail, self.reader = Tail(0, retention_bytes), self
         self._now_ms = now_ms

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, cast
 
 from history.log.log import Log
-from history.records.chunk import Chunk, is_publish
+from history.records.chunk import Chunk, authority_of, is_publish
 from streamer.egress.holds import AddressHold, AddressHolds, TopicHold, TopicHolds
 from streamer.egress.sender import QueuedRecord
 from streamer.walk.endpoint import Endpoint
@@ -49,12 +49,28 @@ class Plans:
         self.peer, self.log, self._view = peer, source, view
         self.topic_holds, self.address_holds = topic_holds, address_holds
         self.by_stream: dict[int, Plan] = {}
+        self._origins: dict[int, str] = {}
         # by stream and authority: when the next message of a thinned topic is due, Unix milliseconds
         self.due_ms: dict[int, dict[str, int]] = {}
         self.read = 0  # the last seq that was planned
         self.pushed_to = 0  # up to here publishes are sent again; all other messages up to here have left
         self.is_followed = False  # the peer reads the publishes from our history (handover.py)
         self.lacks_capacity = False  # True if no more topics can be held
+
+    def origin(self, stream_id: int) -> str:
+        """Returns the name of the endpoint that the messages of this stream come from; "" if it is unknown."""
+        found = self._origins.get(stream_id)
+        if found is None:
+            known = self.log.knows_stream(stream_id)
+            authority = authority_of(self.log.stream(stream_id).source_bytes) if known else ""
+            owner = self._view.endpoints.owner(authority)
+            found = self._origins[stream_id] = "" if owner is None else owner.name
+        return found
+
+    def forget_all(self) -> None:
+        """Make each plan again, since rules or endpoints may have changed."""
+        self.by_stream.clear()
+        self._origins.clear()
 
     # Targets of a stream
 
@@ -228,6 +244,8 @@ class Plans:
             del self.by_stream[stream]
         for stream in streams.intersection(self.due_ms):
             del self.due_ms[stream]
+        for stream in streams.intersection(self._origins):
+            del self._origins[stream]
 
 
 def items_of(chunk: Chunk) -> Iterator[QueuedRecord]:

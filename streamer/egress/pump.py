@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Final, cast
@@ -381,6 +382,8 @@ class Pump:
         if self.peer.tells_absence:
             holding.heard.update([item[2] for item in settled.sent])
         self.peer.forwarded += len(settled.sent)
+        for stream, count in Counter([item[2] for item in settled.sent]).items():
+            self.peer.forwarded_from[self.plans.origin(stream)] += count
         for item, status in settled.refused:
             self.reading.dead(item, status.code, status.message or code_name(status.code))
         again = [item for item, _ in settled.again]
@@ -413,7 +416,7 @@ class Pump:
                     if stream in self.topic_holds:
                         self.catch_up.recheck[stream] = None
             return
-        self.plans.by_stream.clear()
+        self.plans.forget_all()
         self.catch_up.are_streams_found = False
         pauses, self.sender.is_held = frozenset(self._paused), False
         if fresh := pauses - self._pauses_known:
@@ -447,7 +450,7 @@ def messages_of(chunk: Chunk, plans: Plans) -> list[QueuedRecord] | None:
     many topics would have to be held."""
     by_stream = plans.by_stream
     if len(by_stream) > caches.streams_max:
-        by_stream.clear()  # before those of this chunk are made, since all of them are needed at once
+        plans.forget_all()  # before those of this chunk are made, since all of them are needed at once
     for stream in chunk.stream_set.difference(by_stream):
         by_stream[stream] = plans.plan(stream)
     wanted = [plan for stream in chunk.stream_set if (plan := by_stream[stream]) is not SKIP]

@@ -299,7 +299,7 @@ class Express:
         backoff: Callable[[], Backoff],
     ) -> None:
         """`messages_max`, `bytes_max`: limits of one endpoint's queue; our own answers have as many more bytes."""
-        self._endpoints, self._hosted, self._dead_letters = endpoints, hosted, dead_letters
+        self.endpoints, self._hosted, self._dead_letters = endpoints, hosted, dead_letters
         self.messages_max, self.bytes_max = messages_max, bytes_max
         self._backoff = backoff
         self.queues: dict[str, ExpressQueue] = {}
@@ -347,7 +347,7 @@ class Express:
                 future.add_done_callback(self._inside.discard)
             return
         self._dead_letters.add(message, code, reason, endpoint.name, is_withheld=is_withheld)
-        origin = self._endpoints.owner(response.attributes.sink.authority_name)
+        origin = self.endpoints.owner(response.attributes.sink.authority_name)
         if origin is not None:
             self.queues[origin.name].put(EncodedMessage.of(response), is_ours=True)
 
@@ -470,6 +470,9 @@ class ExpressQueue:
             what = status.message or code_name(status.code)
             self._end(entry, status.code, f"endpoint {self.peer.name!r}: {what}")
         self.peer.forwarded += len(sent)
+        for entry in sent:
+            origin = self._express.endpoints.owner(entry.message.stamp.attributes.source.authority_name)
+            self.peer.forwarded_from["" if origin is None else origin.name] += 1
         # their ttl is checked when it is their turn again
         waiting = [entry for entry, status in again if not is_nobody_listening(status)]
         was_failing, self._sender.is_failing = self._sender.is_failing, bool(waiting)

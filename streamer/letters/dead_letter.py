@@ -500,6 +500,10 @@ class DeadLetters:
             minute_before=self._logged_before[kind],
         )
 
+    @property
+    def queued_bytes(self) -> int:
+        return self._queue.used.bytes
+
     def conditions(self) -> Iterator[Condition]:
         if self.trouble:
             yield Condition(f"dead letters: {self.trouble}")

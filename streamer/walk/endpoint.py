@@ -59,7 +59,8 @@ class FaultError(UStatusError):
 
 
 class Endpoint:
-    """One network. It counts messages: `received`, `forwarded`, and `dropped` by reason.
+    """One network. It counts messages: `received`, `forwarded`, the same by the endpoint that they came from, and
+    `dropped` by reason.
 
     On its network our authority NAME is called NAME.suffix. A `suffix` of "" means that none is needed; None means
     that none was configured.
@@ -85,6 +86,7 @@ class Endpoint:
         self._connection_callbacks: list[ConnectionCallback] = []
         self.received = 0
         self.forwarded = 0
+        self.forwarded_from: Counter[str] = Counter()  # by name of the endpoint that has their source
         self.dropped: Counter[str] = Counter()
 
     def change(self, authorities: Iterable[str], transport: UTransport, suffix: str | None) -> None:
@@ -274,6 +276,11 @@ class Endpoint:
             what = "a transport has a fault; trying again"
             log.error(what, endpoint=self.name, faults=self.faults, why=self.fault, exc_info=error)
         return FaultError(UCode.UNAVAILABLE, self.fault)
+
+    @property
+    def all_dropped(self) -> Counter[str]:
+        """Returns the drops by reason, with those of the transport."""
+        return self.dropped + Counter(getattr(self.transport, "dropped", {}))
 
     @property
     def in_flight_messages(self) -> int:

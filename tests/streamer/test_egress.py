@@ -111,6 +111,7 @@ class EverythingFor:
     """A view by which a peer wants some topics."""
 
     version = (0, 0, 0)
+    endpoints = Endpoints([])
 
     def __init__(self, peer: Endpoint, topics: Sequence[UUri], period_ms: int | None = None) -> None:
         self._peer, self._topics, self._period_ms = peer, [uris.key(topic) for topic in topics], period_ms
