@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Final, Self
 
 import structlog
@@ -31,8 +32,9 @@ from streamer.egress import renaming
 from streamer.lifecycle import REOPEN_MS_MAX, Part
 from streamer.operating import metrics
 from streamer.operating.admin import Admin
-from streamer.operating.control import ControlSocket
+from streamer.operating.control import ControlSocket, SpareSocket
 from streamer.operating.states import LOOK_S, Condition, Sample, of_one_that_cant_start
+from streamer.operating.status import operations_without_start, status_of, status_without_start
 from streamer.operations import operations_of
 from streamer.reloading import Reloader
 from streamer.walk.endpoint import Endpoints
@@ -78,6 +80,7 @@ class Streamer(ChangeableAssembly):
             self.notes,
             self.all_vehicles,
             states=self.look,
+            status=lambda: status_of(self).model_dump_json().encode(),
             guard=config.admin,
             operations=self.operations,
         )
@@ -174,6 +177,7 @@ class Streamer(ChangeableAssembly):
                 what = "a loss counts as acknowledged: it was reported for history.acknowledge_after_hours"
                 log.info(what, detail=loss.detail)
             await durable.check_file()
+            await self.meters.look()
             self.states.look()
             await asyncio.sleep(LOOK_S)
 
@@ -226,14 +230,15 @@ async def serve(
     on_ready: Callable[[Streamer], None],
     stopping: asyncio.Event | None = None,
     read: Callable[[], Config] | None = None,
+    file: Path | None = None,
 ) -> None:
     """Runs a streamer until `stopping` is set or the task is cancelled. `read()` reads the configuration again, for a
-    reload. Raises UStatusError if waiting can't help."""
+    reload; `file`: where it is, for reports. Raises UStatusError if waiting can't help."""
     stopping = stopping or asyncio.Event()
-    streamer = await _create(config, stopping)
+    streamer = await _create(config, stopping, file)
     if streamer is None:
         return
-    streamer.stopping, streamer.reloader.read = stopping, read
+    streamer.stopping, streamer.reloader.read, streamer.config_file = stopping, read, file
     control = ControlSocket(config.streamer.data_dir, streamer.operations)
     try:
         async with control:
@@ -248,9 +253,9 @@ async def serve(
         raise first from None
 
 
-async def _create(config: Config, stopping: asyncio.Event) -> Streamer | None:
-    """Returns the streamer once the disk allows it; None if `stopping` is set before. Meanwhile the admin port reports
-    the error."""
+async def _create(config: Config, stopping: asyncio.Event, file: Path | None) -> Streamer | None:
+    """Returns the streamer once the disk allows it; None if `stopping` is set before. Meanwhile the admin port and the
+    control socket report the error."""
     backoff = Backoff(1_000, REOPEN_MS_MAX)
     trouble_logged, since_ms = "", REAL.now_ms()
     while not stopping.is_set():
@@ -263,12 +268,22 @@ async def _create(config: Config, stopping: asyncio.Event) -> Streamer | None:
         if trouble != trouble_logged:
             trouble_logged, since_ms = trouble, REAL.now_ms()
             log.error("the streamer can't start; trying again", error=trouble)
+        status = status_without_start(config, file, trouble, since_ms, REAL.now_ms())
+        operations = operations_without_start(status)
         admin: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
         if config.streamer.admin is not None:
             names = [one.name for one in config.endpoint]
             states = partial(of_one_that_cant_start, names, trouble, since_ms)
-            admin = Admin(config.streamer.admin, [trouble].copy, states=states, guard=config.admin)
+            admin = Admin(
+                config.streamer.admin,
+                [trouble].copy,
+                states=states,
+                status=status.model_dump_json().encode,
+                guard=config.admin,
+                operations=operations,
+            )
         with contextlib.suppress(TimeoutError):
-            async with admin, asyncio.timeout(backoff.next_ms() / 1000):
-                await stopping.wait()
+            async with admin, SpareSocket(config.streamer.data_dir, operations):
+                async with asyncio.timeout(backoff.next_ms() / 1000):
+                    await stopping.wait()
     return None

@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -35,6 +36,7 @@ from streamer.letters.dead_letter import DeadLetters
 from streamer.lifecycle import EmbeddedUSubscription
 from streamer.operating import metrics
 from streamer.operating.control import Control
+from streamer.operating.meters import Meters
 from streamer.operating.states import (
     STARTING,
     STREAMER,
@@ -111,6 +113,8 @@ class Assembly:
         self, config: Config, endpoints: Endpoints, logs: Logs, window: IdWindow, keeper: Keeper, runtime: Runtime
     ) -> None:
         self.config, self.logs, self.keeper, self.runtime = config, logs, keeper, runtime
+        self.config_file: Path | None = None  # for reports
+        self.started_ms = runtime.now_ms()
         self.limits = parts.limits_of(config)
         raise_streams_max(self.limits.streams_cached_max)
         self.endpoints, self.rules = endpoints, Rules()
@@ -303,6 +307,7 @@ class Assembly:
         used = (one for one in parts.certificates_of(config) if one[0] or config.streamer.admin is not None)
         self.certificates = Expiries(used, self.runtime.now_ms)
         self.states = States(self.attached, self.conditions, self.runtime.now_ms)
+        self.meters = Meters(self.endpoints, self.pumps, self.logs, self.runtime.now_ms)
 
     def connection_changed(self, _connected: bool) -> None:
         """Updates the states after all parts know the change, unless the streamer stops."""
@@ -364,7 +369,7 @@ class Assembly:
         for one in self.attached.values():
             endpoint = one.endpoint
             yield from metrics.of_endpoint(endpoint, is_connected=self.networks.is_connected(endpoint))
-            yield "express_waiting", (endpoint.name,), len(self.express.queues[endpoint.name])
+            yield from metrics.of_express(self.express.queues[endpoint.name])
             for pump in one.pumps:
                 yield from metrics.of_pump(pump, self.claims.absent_ms(pump))
 
@@ -379,6 +384,8 @@ class Assembly:
 
     def samples(self) -> Iterator[Sample]:
         self.states.look()
+        yield from metrics.of_process()
+        yield from self.meters.samples()
         for one in self.logs:
             yield from metrics.of_log(one)
         yield from metrics.of_dead_letters(self.dead_letters)

@@ -11,6 +11,7 @@ from streamer.operating.control import pause_operations
 from streamer.operating.operations import Arguments, Operation, Operations
 from streamer.operating.reading import reading_operations
 from uprotocol.pacing import Pace
+from streamer.operating.status import status_operation
 
 if TYPE_CHECKING:
     from streamer.attaching import ChangeableAssembly
@@ -49,6 +50,7 @@ def operations_of(streamer: ChangeableAssembly, reloader: Reloader) -> Operation
             "backup": backups.operation(),
             "cursors": Operation(cursors),
             "release": Operation(release, ("consumer",), is_change=True),
+            "status": status_operation(streamer),
             "vehicles": Operation(vehicles, ("count",)),
         }
     )

@@ -1,10 +1,11 @@
-"""Generates the tables of settings in the documentation from the models that read them.
+"""Generates the tables of settings in the documentation, and the schema of the status, from their models.
 
 fields of Config and of each transport's model, with their docstrings or Field(description=...)
     --> <!-- settings: MODULE:MODEL --> ... <!-- end --> in docs
+StreamerStatus --> docs/status.schema.json
 
 python tools/config_reference.py            write
-python tools/config_reference.py --check    exit 1 if a table is stale or missing, or a field has no description
+python tools/config_reference.py --check    exit 1 if something is stale or missing, or a field has no description
 
 A table is written at its marker; a model within a transport's model (`tls`) is part of that one's table.
 """
@@ -33,6 +34,8 @@ from pydantic_core import PydanticUndefined
 ROOT: Final = Path(__file__).resolve().parent.parent
 DOCS: Final = ROOT / "docs"
 CONFIG: Final = "streamer.config:Config"
+STATUS: Final = "streamer.operating.status:StreamerStatus"
+SCHEMA: Final = "status.schema.json"  # in docs
 # models that are not part of Config
 SERVICES: Final = (
     "usubscription.__main__:ServiceConfig",
@@ -200,6 +203,11 @@ def filled(text: str) -> str:
     )
 
 
+def schema() -> str:
+    """The JSON schema of the status, as `up-streamer status --json` prints it."""
+    return json.dumps(model(STATUS).model_json_schema(mode="serialization"), indent=1) + "\n"
+
+
 def main(arguments: list[str]) -> int:
     pages = {path: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
     try:
@@ -214,6 +222,8 @@ def main(arguments: list[str]) -> int:
     except Undocumented as why:
         print(why, file=sys.stderr)
         return 1
+    path = DOCS / SCHEMA
+    pages[path], new[path] = path.read_text(encoding="utf-8") if path.exists() else "", schema()
     stale = [path for path, text in pages.items() if new[path] != text]
     if "--check" in arguments:
         for path in stale:

@@ -81,7 +81,7 @@ async def _serve(config: configs.Config, path: Path, as_json: bool) -> None:
         loop.add_signal_handler(number, stop)
     loop.add_signal_handler(signal.SIGHUP, reload)
     async with manager:
-        await serve(config, on_ready, stopping, partial(usable, path))
+        await serve(config, on_ready, stopping, partial(usable, path), path)
 
 
 async def _reload(streamer: Streamer) -> None:

@@ -2,6 +2,7 @@
 
 /healthz  alive           /readyz    503 if a state is not ready, else 200: states with time and reason;
                                      `problems`: everything that is wrong; `notes`: other facts for the operator
+/status   what each endpoint does, and why (status.py)
 /metrics  for Prometheus  /vehicles  traffic of each source authority, one JSON object per line
 /operations/NAME          POST of the arguments as a JSON object: see operations.py. Only with admin.token_file
 
@@ -24,7 +25,7 @@ import structlog
 
 from streamer.config import AdminSection
 from streamer.operating.operations import Operations
-from streamer.operating.states import NOT_READY, READY, Condition
+from streamer.operating.states import NOT_READY, READY, Condition, cut, cut_line
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from streamer.operating.http_port import HttpPort
 
 VEHICLES_AT_ONCE: Final = 500  # written in one step of some milliseconds
-LINES_SHOWN_MAX: Final = 300  # of problems, and of notes; enough for PAUSES_MAX paused patterns
-LINE_CHARACTERS_MAX: Final = 1_000
 LOOP_SHARE: Final = 0.1  # of the loop's time, for answers
 LOOP_S_MAX: Final = 0.25  # ... and at once; the first answer of each page is always made
 
@@ -52,8 +51,8 @@ class AdminAnswer(NamedTuple):
 
 class Admin:
     """Serves one streamer at `address` (HOST:PORT). `guard`: token and certificate. `states`: see States.as_dict;
-    without it, the state is ready if there are no problems. The last answer of a page is repeated while answers take
-    more than LOOP_SHARE of the loop's time."""
+    without it, the state is ready if there are no problems. `status`: a StreamerStatus as JSON. The last answer of a
+    page is repeated while answers take more than LOOP_SHARE of the loop's time."""
 
     def __init__(
         self,
@@ -64,13 +63,15 @@ class Admin:
         vehicles: Callable[[], Iterable[dict[str, Any]]] = list,
         *,
         states: Callable[[], dict[str, Any]] = dict,
+        status: Callable[[], bytes] = lambda: b"{}",
         guard: AdminSection | None = None,
         operations: Operations | None = None,
     ) -> None:
         self._address, self.port = address, 0  # the port is known once it is open
         self._trouble = ""  # why it could not be opened after a change
         self._problems, self._metrics, self._notes, self._vehicles = problems, metrics, notes, vehicles
-        self._states, self._guard, self._operations = states, guard or AdminSection(), operations
+        self._states, self._status = states, status
+        self._guard, self._operations = guard or AdminSection(), operations
         self._made: dict[Callable[[], AdminAnswer], AdminAnswer] = {}  # the last answers
         self._left_s, self._refilled_at = LOOP_S_MAX, time.perf_counter()
         self._http: HttpPort | None = None
@@ -89,7 +90,7 @@ class Admin:
         from streamer.operating.http_port import HttpPort  # imports aiohttp (0.1 s, 11 MiB) only if needed
 
         host, _, port = self._address.rpartition(":")
-        pages = {"/metrics": self.metrics, "/healthz": self.health, "/readyz": self.ready}
+        pages = {"/metrics": self.metrics, "/healthz": self.health, "/readyz": self.ready, "/status": self.status}
         self._http = HttpPort(pages, {"/vehicles": self.vehicles}, self._operations, self._guard)
         self.port = await self._http.open(host.strip("[]"), int(port))
 
@@ -130,6 +131,9 @@ class Admin:
     def ready(self) -> AdminAnswer:
         return self._kept(self._make_ready)
 
+    def status(self) -> AdminAnswer:
+        return self._kept(self._make_status)
+
     def vehicles(self) -> Iterator[bytes] | None:
         """Returns the list in slices; None if requested too often: it is too long to be kept."""
         return self._slices() if self._may_work() else None
@@ -147,13 +151,16 @@ class Admin:
         return AdminAnswer(200, "text/plain; version=0.0.4", self._metrics())
 
     def _make_ready(self) -> AdminAnswer:
-        problems = _cut(self._problems())
+        problems = cut(self._problems())
         report = {"status": NOT_READY if problems else READY, **self._states()}
         for state in (report["streamer"], *report["endpoints"].values()) if "endpoints" in report else ():
-            state["reason"] = _cut_line(state["reason"])
+            state["reason"] = cut_line(state["reason"])
         status = 503 if report["status"] == NOT_READY else 200
-        report |= {"problems": problems, "notes": _cut(self._notes())}
+        report |= {"problems": problems, "notes": cut(self._notes())}
         return AdminAnswer(status, "application/json", json.dumps(report).encode() + b"\n")
+
+    def _make_status(self) -> AdminAnswer:
+        return AdminAnswer(200, "application/json", self._status() + b"\n")
 
     def _kept(self, make: Callable[[], AdminAnswer]) -> AdminAnswer:
         if make not in self._made or self._may_work():
@@ -172,12 +179,3 @@ class Admin:
         begin = time.perf_counter()
         yield
         self._left_s -= time.perf_counter() - begin
-
-
-def _cut_line(line: str) -> str:
-    return line if len(line) <= LINE_CHARACTERS_MAX else line[:LINE_CHARACTERS_MAX] + "..."
-
-
-def _cut(lines: list[str]) -> list[str]:
-    report = [_cut_line(line) for line in lines[:LINES_SHOWN_MAX]]
-    return report if len(lines) <= LINES_SHOWN_MAX else [*report, f"and {len(lines) - LINES_SHOWN_MAX} more"]

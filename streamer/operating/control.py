@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import structlog
 
-from storage.disk import REAL_DISK, InUseError
+from storage.disk import REAL_DISK, InUseError, Lock
 from streamer.egress import paused as pauses
 from streamer.egress.paused import Pause, Paused
 from streamer.operating.operations import Arguments, Operation, Operations
@@ -172,6 +172,21 @@ class ControlSocket:
             return await self._operations.answer(name, asked)
         except UStatusError as error:
             return {"code": int(error.code), "message": error.message}
+
+
+class SpareSocket(ControlSocket):
+    """The same for a streamer that has not started: it listens only if no other one uses the folder."""
+
+    async def __aenter__(self) -> None:
+        self._lock: Lock | None = None
+        with contextlib.suppress(OSError, InUseError):
+            self._lock = REAL_DISK.lock(self._folder / LOG_LOCK)
+            await super().__aenter__()
+
+    async def __aexit__(self, *_: object) -> None:
+        await super().__aexit__()
+        if self._lock is not None:
+            self._lock.release()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The counters of a streamer as Prometheus metrics, read only on request.
+"""The counters of a streamer as Prometheus metrics, with those of its process, read only on request.
 
 FAMILIES: all metrics        samples of each part: name, labels, value -> families -> text
 
@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from history.epochs.keeper import Keeper
@@ -20,15 +20,21 @@ from history.log.log import Log
 from history.service.service import HistoryService
 from streamer.egress.holds import LABELS
 from streamer.egress.pump import Pump
+from streamer.egress.sender import ExpressQueue
 from streamer.letters.dead_letter import DeadLetters
-from streamer.operating.states import Sample, each
+from streamer.operating.durations import Durations
+from streamer.operating.states import Sample, build, each
 from streamer.walk.endpoint import Endpoint
 
 # up_streamer_NAME (counters end with _total) -> kind, labels, help text
-COUNTER, GAUGE = CounterMetricFamily, GaugeMetricFamily
-FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str]]] = {
+COUNTER, GAUGE, HISTOGRAM = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+Kinds = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+FAMILIES: Final[dict[str, tuple[type[Kinds], str, str]]] = {
+    "build_info": (GAUGE, "version core python", "1: the version, whether its core is compiled, and its Python"),
     "received": (COUNTER, "endpoint", "Messages received from an endpoint's network"),
     "forwarded": (COUNTER, "endpoint", "Messages that an endpoint's network has accepted"),
+    "last_received_seconds": (GAUGE, "endpoint", "Unix time in seconds of the last message from its network"),
+    "last_forwarded_seconds": (GAUGE, "endpoint", "Unix time in seconds at which its network last accepted a message"),
     "dropped": (COUNTER, "endpoint reason", "Messages that were not forwarded, by reason"),
     "mended": (COUNTER, "endpoint field", "Messages accepted without one of their fields, which was invalid"),
     "connected": (GAUGE, "endpoint", "1 while the endpoint's network is connected"),
@@ -39,6 +45,13 @@ FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], s
     "troubles": (GAUGE, "endpoint", "Problems that a transport reports; see /readyz"),
     "answered_twice": (COUNTER, "endpoint", "Second responses to one request: two hosts use the same name"),
     "backlog": (GAUGE, "endpoint log", "Records that have not been delivered to a peer yet"),
+    "lag_seconds": (GAUGE, "endpoint log", "Age of the oldest record that a peer has not had, without held ones"),
+    "queued_bytes": (
+        GAUGE,
+        "endpoint queue",
+        "Payload in memory that waits for a peer: express (requests and responses), durable and volatile (read ahead "
+        "from the logs); dead letters: those not stored yet",
+    ),
     "retries": (COUNTER, "endpoint log", "Batches that had to be sent again"),
     "gap_records": (COUNTER, "endpoint log", "Records lost to retention or damage before a peer received them"),
     "parked_topics": (
@@ -67,6 +80,8 @@ FAMILIES: Final[dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], s
     "log_oldest_seq": (GAUGE, "log", "Oldest record of a log"),
     "log_bytes": (GAUGE, "log", "Size of the records in a log"),
     "log_healthy": (GAUGE, "log", "0 while a log refuses messages"),
+    "log_commit_seconds": (HISTOGRAM, "log", "Durations of a log's transactions"),
+    "log_fsync_seconds": (HISTOGRAM, "log", "Durations of the COMMIT at their end, which is the fsync"),
     "log_topics": (GAUGE, "log", "Topics that a log knows"),
     "log_topics_forgotten": (COUNTER, "log", "Topics that a log forgot since it had no records of them left"),
     "log_dropped": (COUNTER, "log reason", "Messages and records that a log could not store or read, by reason"),
@@ -137,7 +152,13 @@ class StreamerCollector(Collector):
             for name, (kind, labels, says) in FAMILIES.items()
         }
         for name, labels, value in self._samples():
-            families[name].add_metric(labels, value)
+            family = families[name]
+            if isinstance(family, HistogramMetricFamily):
+                assert isinstance(value, Durations), "the samples of a histogram"
+                family.add_metric(labels, value.buckets(), value.sum_s)
+            else:
+                assert not isinstance(value, Durations), "a counter and a gauge have one value"
+                family.add_metric(labels, value)
         yield from families.values()
 
 
@@ -145,6 +166,7 @@ def expose(samples: Callable[[], Iterable[Sample]]) -> bytes:
     """Returns the samples in the text exposition format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StreamerCollector(samples))
+    ProcessCollector(registry=registry)
     return generate_latest(registry)
 
 
@@ -154,11 +176,15 @@ ASKED_OF_HISTORY: Final = ("polls", "describes", "records", "gaps", "refused", "
 ASKED_BY_FOLLOWERS: Final = ("commands", "frames", "expired")
 
 
+def of_process() -> Iterator[Sample]:
+    yield "build_info", build(), 1
+
+
 def of_endpoint(endpoint: Endpoint, *, is_connected: bool) -> Iterator[Sample]:
     label = (endpoint.name,)
     yield "received", label, endpoint.received
     yield "forwarded", label, endpoint.forwarded
-    yield from each("dropped", label, dropped(endpoint))
+    yield from each("dropped", label, endpoint.all_dropped)
     yield from each("mended", label, getattr(endpoint.transport, "mended", {}))
     yield "connected", label, is_connected
     yield "transport_faults", label, endpoint.faults
@@ -168,14 +194,15 @@ def of_endpoint(endpoint: Endpoint, *, is_connected: bool) -> Iterator[Sample]:
     yield "answered_twice", label, endpoint.twins.answers
 
 
-def dropped(endpoint: Endpoint) -> Counter[str]:
-    """Returns the drops by reason, including those of the transport."""
-    return endpoint.dropped + Counter(getattr(endpoint.transport, "dropped", {}))
+def of_express(queue: ExpressQueue) -> Iterator[Sample]:
+    yield "express_waiting", (queue.peer.name,), len(queue)
+    yield "queued_bytes", (queue.peer.name, "express"), queue.bytes
 
 
 def of_pump(pump: Pump, absent_ms: int) -> Iterator[Sample]:
     label = (pump.peer.name, pump.log.name)
     yield "backlog", label, pump.backlog
+    yield "queued_bytes", label, pump.sender.queue.bytes  # the log stands for the queue
     yield "retries", label, pump.retries
     yield "gap_records", label, pump.reading.gaps
     yield "parked_topics", label, len(pump.topic_holds)
@@ -214,6 +241,7 @@ def of_epochs(keeper: Keeper) -> Iterator[Sample]:
 
 
 def of_dead_letters(letters: DeadLetters) -> Iterator[Sample]:
+    yield "queued_bytes", ("", "dead letters"), letters.queued_bytes
     yield from each("dead_letters", (), letters.by_code)
     yield "dead_letters_lost", (), letters.lost
     yield "dead_letters_limited", (), letters.limited

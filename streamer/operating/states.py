@@ -8,20 +8,25 @@ degraded: it works, but a person should look. not ready: it does not work. docs/
 
 from __future__ import annotations
 
+import functools
+import platform
 import re
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib import metadata
 from typing import Any, Final, NamedTuple
 
 import structlog
 
+import uprotocol
 from history.file import damage as damages
 from history.file.damage import Damage
 from history.log.log import Log
 from history.service.gaps import Gaps
+from streamer.operating.durations import Durations
 from streamer.walk.endpoint import Endpoint
 from transports.listeners import TtlCounts
 from uprotocol import uri as uris
@@ -36,15 +41,24 @@ LOOK_S: Final = 1.0  # between looks; a change of a connection causes one at onc
 STARTING: Final = "starting"
 OPENING: Final = "its network is being opened"
 STREAMER: Final = ""  # names the streamer itself in place of an endpoint
+LINES_SHOWN_MAX: Final = 300  # of problems, and of notes; enough for PAUSES_MAX paused patterns
+LINE_CHARACTERS_MAX: Final = 1_000
 WINDOW_S: Final = 60.0  # in which expired messages are counted
 MESSAGES_MIN: Final = 20  # with a ttl within WINDOW_S; fewer prove nothing
 EXPIRED_SHARE: Final = 0.5  # a larger share is reported
 _NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
 
 # one value for the metrics: name of a family in metrics.py, values of its labels, value
-Sample = tuple[str, tuple[str, ...], float]
+Sample = tuple[str, tuple[str, ...], float | Durations]
 
 log = structlog.get_logger()
+
+
+@functools.cache
+def build() -> tuple[str, str, str]:
+    """Returns the version of the program, `compiled` or `interpreted`, and the version of Python."""
+    core = "compiled" if uprotocol.CORE.startswith("compiled") else "interpreted"
+    return metadata.version("up-streamer"), core, platform.python_version()
 
 
 def each(name: str, labels: tuple[str, ...], counts: Mapping[str, float]) -> Iterator[Sample]:
@@ -75,9 +89,9 @@ class EndpointState:
     def as_dict(self) -> dict[str, str]:
         return {
             "state": self.name,
-            "since": _moment(self.since_ms),
+            "since": moment(self.since_ms),
             "reason": self.reason,
-            "reason_since": _moment(self.reason_since_ms),
+            "reason_since": moment(self.reason_since_ms),
         }
 
 
@@ -161,7 +175,17 @@ def of_one_that_cant_start(names: Iterable[str], why: str, since_ms: int) -> dic
     return {"status": NOT_READY, "streamer": state, "endpoints": {name: dict(state) for name in names}}
 
 
-def _moment(unix_ms: int) -> str:
+def cut(lines: Sequence[str]) -> list[str]:
+    """Returns the first lines, each cut to a length that a person reads."""
+    report = [cut_line(line) for line in lines[:LINES_SHOWN_MAX]]
+    return report if len(lines) <= LINES_SHOWN_MAX else [*report, f"and {len(lines) - LINES_SHOWN_MAX} more"]
+
+
+def cut_line(line: str) -> str:
+    return line if len(line) <= LINE_CHARACTERS_MAX else line[:LINE_CHARACTERS_MAX] + "..."
+
+
+def moment(unix_ms: int) -> str:
     """Returns the time in RFC 3339, UTC."""
     return datetime.fromtimestamp(unix_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 

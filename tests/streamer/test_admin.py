@@ -25,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from streamer.config import AdminSection
 from streamer.operating import admin as admins
 from streamer.operating import http_port as ports
+from streamer.operating import states
 from streamer.operating.states import of_one_that_cant_start
 from tests.certificates import DAY, TestAuthority
 from uprotocol.status import UStatusError
@@ -101,7 +102,7 @@ async def test_metrics_are_what_prometheus_reads(port: int) -> None:
     answer = (await ask(port, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")).decode()
     body = answer.partition("\r\n\r\n")[2]
     families = {family.name: family for family in text_string_to_metric_families(body)}
-    assert all(name.startswith("up_streamer_") for name in families)
+    assert all(name.startswith(("up_streamer_", "process_")) for name in families)
     assert all(family.documentation for family in families.values())
     assert {"endpoint": "vehicle"} in [sample.labels for sample in families["up_streamer_received"].samples]
     assert re.search(r"^up_streamer_ready 1\.0$", body, re.MULTILINE)
@@ -153,10 +154,10 @@ async def test_who_asks_without_end_takes_a_tenth_of_the_loop_and_gets_no_list_w
     assert answers.vehicles() is not None
     answer = json.loads(answers.ready().body)
     assert answers.ready().status == 503
-    assert len(answer["problems"]) == admins.LINES_SHOWN_MAX + 1
-    assert answer["problems"][-1] == f"and {1_000 - admins.LINES_SHOWN_MAX} more"
-    assert max(map(len, answer["problems"])) == admins.LINE_CHARACTERS_MAX + 3
-    assert len(answer["endpoints"]["cloud"]["reason"]) == admins.LINE_CHARACTERS_MAX + 3
+    assert len(answer["problems"]) == states.LINES_SHOWN_MAX + 1
+    assert answer["problems"][-1] == f"and {1_000 - states.LINES_SHOWN_MAX} more"
+    assert max(map(len, answer["problems"])) == states.LINE_CHARACTERS_MAX + 3
+    assert len(answer["endpoints"]["cloud"]["reason"]) == states.LINE_CHARACTERS_MAX + 3
     assert answer["notes"] == ["a note"]
 
 

@@ -330,7 +330,7 @@ async def test_calls_through_a_gateway_whose_clock_is_fast_are_reported(
     assert (status, answer["status"]) == (200, DEGRADED)
     assert "90." in answer["endpoints"]["vehicle"]["reason"]
     assert answer["endpoints"]["cloud"]["state"] == READY
-    assert metrics.dropped(world.streamer.endpoints["vehicle"])["expired"] == states.MESSAGES_MIN
+    assert world.streamer.endpoints["vehicle"].all_dropped["expired"] == states.MESSAGES_MIN
 
 
 async def test_a_start_and_a_stop_log_no_state_that_a_person_should_look_at(make_world: MakeWorld) -> None:

@@ -183,7 +183,7 @@ async def test_what_is_invalid_or_expired_is_dropped_and_the_rest_goes_on(
     await vehicle.send(publish(SPEED, "good"))
     await heard.expect(1)
     assert heard.texts == ["good"]
-    dropped = metrics.dropped(world.streamer.home)
+    dropped = world.streamer.home.all_dropped
     assert dropped["expired"] >= 1
     assert dropped["invalid"] >= 1
 
@@ -205,7 +205,7 @@ async def test_a_traceparent_that_is_none_is_not_passed_on_and_the_message_is(
     assert not any(message.attributes.traceparent for message in heard.messages)
     text = metrics.expose(world.streamer.samples).decode()
     assert 'up_streamer_mended_total{endpoint="vehicle",field="traceparent"} 3.0' in text
-    assert metrics.dropped(world.streamer.home) == {}
+    assert world.streamer.home.all_dropped == {}
 
 
 @pytest.mark.spec("local~disp-at-least-once")

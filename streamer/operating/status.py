@@ -1,0 +1,346 @@
+"""What a streamer does, and why: one object for `up-streamer status`, GET /status, and the page of the admin port.
+
+parts of a running streamer -> status_of -> Status -> JSON; docs/status.schema.json is its schema
+a streamer that can't start -> status_without_start --'
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from itertools import islice
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from history.log.log import Log
+from streamer.config import Config
+from streamer.operating.operations import Arguments, Operation, Operations
+from streamer.operating.states import STREAMER, EndpointState, States, build, cut, cut_line, moment
+
+if TYPE_CHECKING:
+    from streamer.assembly import Assembly, Attached
+
+HELD_SHOWN_MAX: Final = 20  # addresses of one endpoint: those held for the longest time
+LISTED_MAX: Final = 300  # of pauses, histories that are followed, and so on
+
+StateName = Literal["ready", "degraded", "not ready"]
+
+
+class _Told(BaseModel):
+    model_config = ConfigDict(extra="forbid", serialize_by_alias=True, json_schema_serialization_defaults_required=True)
+
+
+class HeldAddress(_Told):
+    """An address whose messages wait while everything else goes on."""
+
+    address: str
+    reason: Literal["refused", "unheard", "left"] = Field(
+        description="refused: the network refuses it; unheard: nobody has listened there yet; left: nobody listens now"
+    )
+    since: str = Field(description="RFC 3339")
+    records: int = Field(description="that wait there, as far as is known since the start")
+    text: str = Field(description="the answer of the network")
+
+
+class EndpointStatus(_Told):
+    name: str
+    transport: str
+    authorities: list[str]
+    state: StateName
+    since: str = Field(description="when it entered the state, RFC 3339")
+    reason: str = Field(description="why it is not ready or degraded; empty if it is ready")
+    connected: bool = False
+    received: int = Field(default=0, description="messages since the start")
+    forwarded: int = Field(default=0, description="messages since the start that its network has accepted")
+    in_per_s: float = Field(default=0.0, description="mean of the last 10 s")
+    out_per_s: float = Field(default=0.0, description="mean of the last 10 s")
+    waiting: int = Field(default=0, description="records in both logs, and requests and responses, that it has not had")
+    lag_records: int = Field(default=0, description="records in both logs behind its positions, without held ones")
+    lag_s: float = Field(
+        default=0.0, description="age of the oldest of these, by when the log took it; 0: there is none"
+    )
+    retries: int = Field(default=0, description="batches that had to be sent again, since the start")
+    held: list[HeldAddress] = Field(default=[], description="the 20 that are held for the longest time")
+    held_count: int = Field(default=0, description="of all held addresses")
+    last_in: str | None = Field(
+        default=None, description="when the last message came, RFC 3339; null: none since the start"
+    )
+    last_out: str | None = Field(default=None, description="when its network accepted the last message")
+    paused: bool = Field(default=False, description="topics are paused for it, or for an authority behind it")
+    dropped: dict[str, int] = Field(default={}, description="messages since the start, by reason")
+
+
+class FlowStatus(_Told):
+    """What one endpoint sends to another."""
+
+    from_: str = Field(alias="from", description="the endpoint that has the source; empty: unknown by now")
+    to: str
+    allowed: bool = Field(description="a rule is there")
+    per_s: float = Field(description="mean of the last 10 s")
+    forwarded: int = Field(description="messages since the start")
+
+
+class LogStatus(_Told):
+    name: str
+    oldest_seq: int = Field(description="0: it has no record")
+    newest_seq: int
+    bytes: int = Field(description="of its records")
+    limit_bytes: int
+    oldest: str | None = Field(description="when its oldest record came, RFC 3339; null: it has none, or not known yet")
+
+
+class DiskStatus(_Told):
+    free_bytes: int = 0
+    reserve_bytes: int = Field(default=0, description="space that is kept for a full disk")
+    log_limit_bytes: int = Field(default=0, description="of all files of the durable log")
+
+
+class LettersStatus(_Told):
+    stored: int = 0
+    total: int = Field(default=0, description="since the start, also those that were not stored")
+    by_code: dict[str, int] = Field(default={}, description="the same, by code")
+
+
+class PauseStatus(_Told):
+    topic: str
+    peer: str
+
+
+class FollowStatus(_Told):
+    endpoint: str
+    service: str
+    state: Literal["handed_over", "beside_copies", "away"]
+    trouble: str
+
+
+class EpochsStatus(_Told):
+    group: str
+    open: int
+    ended: int = Field(description="since the start")
+    incomplete: int = Field(description="of these")
+
+
+class CertificateStatus(_Told):
+    endpoint: str = Field(description="empty: the admin port; [http]: the HTTP edge")
+    setting: str
+    expires: str = Field(description="RFC 3339")
+
+
+class StreamerStatus(_Told):
+    """The status of a streamer. Times are RFC 3339 in UTC; counts begin with its start."""
+
+    version: str
+    core: Literal["compiled", "interpreted"]
+    authority: str
+    config: str | None = Field(description="the configuration file; null: it was given otherwise")
+    data_dir: str
+    pid: int
+    started: str
+    now: str
+    state: StateName = Field(description="the worst state of the streamer itself and of its endpoints")
+    since: str = Field(description="when the first of those in that state entered it")
+    reason: str = Field(description="of the streamer itself, else of these endpoints")
+    endpoints: list[EndpointStatus]
+    flows: list[FlowStatus] = Field(default=[], description="between endpoints that have a rule, or have had messages")
+    logs: list[LogStatus] = []
+    disk: DiskStatus = DiskStatus()
+    dead_letters: LettersStatus = LettersStatus()
+    paused: list[PauseStatus] = []
+    follows: list[FollowStatus] = Field(default=[], description="histories that are followed")
+    epochs: list[EpochsStatus] = []
+    problems: list[str] = Field(description="everything that is wrong")
+    notes: list[str] = Field(default=[], description="other facts for the operator")
+    certificates: list[CertificateStatus] = []
+
+
+# Of a running streamer
+
+
+def status_of(streamer: Assembly) -> StreamerStatus:
+    """Returns the status of now. It reads no file."""
+    problems = [one.problem for one in streamer.states.look()]
+    streamer.meters.count()
+    state, reason = _worst(streamer.states, [*streamer.attached])
+    durable, reserve = streamer.logs.durable, streamer.runtime.disk.reserve
+    return StreamerStatus(
+        **_begun(streamer.config, streamer.config_file, streamer.started_ms, streamer.runtime.now_ms()),
+        state=_named(state.name),
+        since=moment(state.since_ms),
+        reason=cut_line(reason),
+        endpoints=[_endpoint(streamer, attached) for attached in streamer.attached.values()],
+        flows=list(_flows(streamer)),
+        logs=[_log(streamer, one) for one in streamer.logs],
+        disk=DiskStatus(
+            free_bytes=durable.extent.disk_free_bytes,
+            reserve_bytes=reserve.bytes,
+            log_limit_bytes=durable.disk_limit_bytes,
+        ),
+        dead_letters=LettersStatus(
+            stored=streamer.dead_letters.stored,
+            total=streamer.dead_letters.total,
+            by_code=dict(streamer.dead_letters.by_code),
+        ),
+        paused=[PauseStatus(topic=one.topic, peer=one.peer) for one in sorted(streamer.paused)[:LISTED_MAX]],
+        follows=[
+            FollowStatus(
+                endpoint=one.endpoint.name, service=one.key.partition(":")[2], state=one.state, trouble=one.trouble
+            )
+            for one in islice(streamer.follows, LISTED_MAX)
+        ],
+        epochs=[
+            EpochsStatus(
+                group=one.group.name,
+                open=len(one.frontier.seen),
+                ended=one.counts["epochs"],
+                incomplete=one.counts["incomplete"],
+            )
+            for one in streamer.keeper
+        ],
+        problems=cut(problems),
+        notes=cut(streamer.notes()),
+        certificates=[
+            CertificateStatus(endpoint=endpoint, setting=setting, expires=moment(round(expires_s * 1000)))
+            for endpoint, setting, expires_s in islice(streamer.certificates, LISTED_MAX)
+        ],
+    )
+
+
+def status_operation(streamer: Assembly) -> Operation:
+    async def status(_: Arguments) -> dict[str, Any]:
+        return status_of(streamer).model_dump(mode="json")
+
+    return Operation(status)
+
+
+def _begun(config: Config, file: Path | None, started_ms: int, now_ms: int) -> dict[str, Any]:
+    version, core, _ = build()
+    return {
+        "version": version,
+        "core": core,
+        "authority": config.authority,
+        "config": None if file is None else str(file.absolute()),
+        "data_dir": str(config.streamer.data_dir.absolute()),
+        "pid": os.getpid(),
+        "started": moment(started_ms),
+        "now": moment(now_ms),
+    }
+
+
+def _worst(states: States, endpoints: list[str]) -> tuple[EndpointState, str]:
+    """Returns the first of the states that are the worst, and the reason."""
+    worst = [name for name in (STREAMER, *endpoints) if states[name].name == states.worst]
+    first = min((states[name] for name in worst), key=attrgetter("since_ms"))
+    if STREAMER in worst:
+        return first, states[STREAMER].reason
+    return first, "; ".join(f"endpoint {name}: {states[name].reason}" for name in worst if states[name].reason)
+
+
+def _named(state: str) -> StateName:
+    return "ready" if state == "ready" else "degraded" if state == "degraded" else "not ready"
+
+
+def _endpoint(streamer: Assembly, attached: Attached) -> EndpointStatus:
+    endpoint, pumps, meters = attached.endpoint, attached.pumps, streamer.meters
+    state = streamer.states[endpoint.name]
+    (in_per_s, in_ms), (out_per_s, out_ms) = meters.received(endpoint), meters.forwarded(endpoint)
+    behind = sum(pump.backlog for pump in pumps)
+    held = [hold for pump in pumps for hold in pump.address_holds.values()]
+    loop_s, now_ms = streamer.meters.now_s(), streamer.runtime.now_ms()
+    return EndpointStatus(
+        name=endpoint.name,
+        transport=next(one.transport for one in streamer.config.endpoint if one.name == endpoint.name),
+        authorities=sorted(endpoint.authorities),
+        state=_named(state.name),
+        since=moment(state.since_ms),
+        reason=cut_line(state.reason),
+        connected=streamer.networks.is_connected(endpoint),
+        received=endpoint.received,
+        forwarded=endpoint.forwarded,
+        in_per_s=round(in_per_s, 1),
+        out_per_s=round(out_per_s, 1),
+        waiting=behind + sum(hold.records for hold in held) + len(streamer.express.queues[endpoint.name]),
+        lag_records=behind,
+        lag_s=round(max((meters.lag_s(pump) for pump in pumps), default=0.0), 3),
+        retries=sum(pump.retries for pump in pumps),
+        held=[
+            HeldAddress(
+                address=cut_line(hold.name),
+                reason=hold.label,
+                since=moment(now_ms - round((loop_s - hold.began) * 1000)),
+                records=hold.records,
+                text=cut_line(hold.why),
+            )
+            for hold in heapq.nsmallest(HELD_SHOWN_MAX, held, key=attrgetter("began"))
+        ],
+        held_count=len(held),
+        last_in=moment(in_ms) if in_ms else None,
+        last_out=moment(out_ms) if out_ms else None,
+        paused=bool(streamer.paused.toward(endpoint)),
+        dropped=dict(endpoint.all_dropped),
+    )
+
+
+def _flows(streamer: Assembly) -> Iterator[FlowStatus]:
+    allowed = {(rule.ingress, rule.egress) for rule in streamer.rules}
+    sent = {(origin, one.name): count for one in streamer.endpoints for origin, count in one.forwarded_from.items()}
+    for origin, to in sorted(allowed | sent.keys()):
+        yield FlowStatus(
+            **{"from": origin},
+            to=to,
+            allowed=(origin, to) in allowed,
+            per_s=round(streamer.meters.flow_per_s(origin, streamer.endpoints[to]), 1),
+            forwarded=sent.get((origin, to), 0),
+        )
+
+
+def _log(streamer: Assembly, one: Log) -> LogStatus:
+    oldest_ms = streamer.meters.oldest_ms(one)
+    return LogStatus(
+        name=one.name,
+        oldest_seq=one.oldest_seq,
+        newest_seq=one.newest_seq,
+        bytes=one.extent.stored_bytes,
+        limit_bytes=one.disk_limit_bytes,
+        oldest=moment(oldest_ms) if oldest_ms else None,
+    )
+
+
+# Of one that can't start
+
+
+def status_without_start(config: Config, file: Path | None, why: str, since_ms: int, now_ms: int) -> StreamerStatus:
+    """Returns the status while the streamer can't be created; `why` it can't, since when."""
+    since, why = moment(since_ms), cut_line(why)
+    return StreamerStatus(
+        **_begun(config, file, since_ms, now_ms),
+        state="not ready",
+        since=since,
+        reason=why,
+        endpoints=[
+            EndpointStatus(
+                name=one.name,
+                transport=one.transport,
+                authorities=sorted(one.authorities),
+                state="not ready",
+                since=since,
+                reason=why,
+            )
+            for one in config.endpoint
+        ],
+        problems=[why],
+    )
+
+
+def operations_without_start(status: StreamerStatus) -> Operations:
+    """Returns the one operation of a streamer that can't start."""
+
+    async def tell(_: Arguments) -> dict[str, Any]:
+        now = moment(round(datetime.now(UTC).timestamp() * 1000))
+        return {**status.model_dump(mode="json"), "now": now}
+
+    return Operations({"status": Operation(tell)})
