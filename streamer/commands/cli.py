@@ -10,6 +10,7 @@ import typer
 import uprotocol
 from storage.runtime import leave
 from streamer.commands import backup, check, client, cursors, history, letters, operating, options, run
+from streamer.commands import check, client, cursors, history, operating, options, run, status
 
 app = typer.Typer(
     name="up-streamer",
@@ -54,6 +55,13 @@ for command in (
     backup.restore,
     client.demo,
 ):
+serving = (run.run, check.check, run.usubscription)
+on_a_network = (client.subscribe, client.publish, client.call, client.replay, history.history_)
+on_a_streamer = (
+    *(status.status, operating.pause, operating.resume, operating.paused, operating.reload, operating.vehicles),
+)
+on_stores = (operating.subscriptions, operating.dead_letters)
+for command in (*serving, *on_a_network, *on_a_streamer, *on_stores, client.demo):
     options.add(app, command)
 for on_cursors in (cursors.list_, cursors.adopt, cursors.forget, cursors.consumers, cursors.release):
     options.add(cursors_app, on_cursors)
