@@ -10,8 +10,8 @@ from streamer.operating.backup import Backups
 from streamer.operating.control import pause_operations
 from streamer.operating.operations import Arguments, Operation, Operations
 from streamer.operating.reading import reading_operations
-from uprotocol.pacing import Pace
 from streamer.operating.status import status_operation
+from uprotocol.pacing import Pace
 
 if TYPE_CHECKING:
     from streamer.attaching import ChangeableAssembly

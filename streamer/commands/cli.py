@@ -9,8 +9,7 @@ import typer
 
 import uprotocol
 from storage.runtime import leave
-from streamer.commands import backup, check, client, cursors, history, letters, operating, options, run
-from streamer.commands import check, client, cursors, history, operating, options, run, status
+from streamer.commands import backup, check, client, cursors, history, letters, operating, options, run, status
 
 app = typer.Typer(
     name="up-streamer",
@@ -44,6 +43,7 @@ for command in (
     client.replay,
     history.history_,
     # on a streamer that runs
+    status.status,
     operating.reload,
     operating.pause,
     operating.resume,
@@ -55,13 +55,6 @@ for command in (
     backup.restore,
     client.demo,
 ):
-serving = (run.run, check.check, run.usubscription)
-on_a_network = (client.subscribe, client.publish, client.call, client.replay, history.history_)
-on_a_streamer = (
-    *(status.status, operating.pause, operating.resume, operating.paused, operating.reload, operating.vehicles),
-)
-on_stores = (operating.subscriptions, operating.dead_letters)
-for command in (*serving, *on_a_network, *on_a_streamer, *on_stores, client.demo):
     options.add(app, command)
 for on_cursors in (cursors.list_, cursors.adopt, cursors.forget, cursors.consumers, cursors.release):
     options.add(cursors_app, on_cursors)

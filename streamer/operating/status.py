@@ -181,7 +181,7 @@ def status_of(streamer: Assembly) -> StreamerStatus:
             log_limit_bytes=durable.disk_limit_bytes,
         ),
         dead_letters=LettersStatus(
-            stored=streamer.dead_letters.stored,
+            stored=streamer.dead_letters.stock.letters,
             total=streamer.dead_letters.total,
             by_code=dict(streamer.dead_letters.by_code),
         ),
