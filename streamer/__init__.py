@@ -11,6 +11,7 @@ attaching.py       Adds and removes endpoints and rules of a running streamer
 lifecycle.py       How parts start and stop; the embedded uSubscription, which starts as soon as the disk allows it
 operations.py      All operations of a running streamer: which part of it does what an operator asks for
 reloading.py       Takes over a changed configuration while the streamer runs
+reports.py         What a streamer reports of itself: conditions, states, notes, metrics
 parts.py           Creates the parts that depend only on the configuration, and divides the memory among them
 """
 

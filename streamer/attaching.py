@@ -15,9 +15,10 @@ from typing import Any
 import structlog
 
 from streamer import parts
-from streamer.assembly import Assembly, Attached
+from streamer.assembly import Attached
 from streamer.config import EndpointSection, FollowSection, RuleSection
 from streamer.lifecycle import NETWORKS_CLOSE_S, within
+from streamer.reports import ReportingAssembly
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.view import Rule
 from uprotocol import uri as uris
@@ -28,7 +29,7 @@ from usubscription_client import InterestSource, ServiceInterest
 log = structlog.get_logger()
 
 
-class ChangeableAssembly(Assembly):
+class ChangeableAssembly(ReportingAssembly):
     """An assembly whose endpoints and rules change while it runs."""
 
     def start_task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

@@ -24,7 +24,7 @@ from streamer import parts
 from streamer.assembly import Attached
 from streamer.attaching import ChangeableAssembly
 from streamer.config import AdminSection, Config, EndpointSection, FollowSection, patterns
-from streamer.config.changes import Change, appliable, changes
+from streamer.config.changes import Difference, appliable, differences
 from streamer.edge.edge import check_extra
 from streamer.egress import renaming
 from streamer.operating.operations import Arguments, Operation
@@ -47,11 +47,11 @@ log = structlog.get_logger()
 
 
 @dataclass
-class Plan:
+class ReloadPlan:
     """A checked configuration and what it changes."""
 
     config: Config
-    changes: list[Change]
+    changes: list[Difference]
     transports: dict[str, UTransport]  # of endpoints that are new or whose network is opened again; not open
     recovery: list[AskedSource] | None  # None: unchanged
     static_file: StaticFile | None
@@ -90,7 +90,7 @@ class Reloader:
 
         return {"reload": Operation(reload, ("dry_run",), is_change=True)}
 
-    async def reload(self, *, dry_run: bool = False) -> list[Change]:
+    async def reload(self, *, dry_run: bool = False) -> list[Difference]:
         """Takes over what the file says now, or only returns the differences. Raises UStatusError, and changes nothing:
         FAILED_PRECONDITION before the streamer is ready or without a file, and the errors of the check."""
         streamer = self._streamer
@@ -129,10 +129,10 @@ class Reloader:
 
     # Check
 
-    async def _check(self, new: Config) -> Plan:
+    async def _check(self, new: Config) -> ReloadPlan:
         """Makes what can fail. Raises UStatusError."""
         streamer, old = self._streamer, self._streamer.config
-        found = changes(old, new)
+        found = differences(old, new)
         config = appliable(old, new)
         check_extra(config)
         before = {one.name: one for one in old.endpoint}
@@ -152,11 +152,11 @@ class Reloader:
         for address in {config.streamer.admin, config.http.listen, config.grip.publish} - used:
             if address is not None:
                 _require_free(address)
-        return Plan(config, found, transports, recovery, static)
+        return ReloadPlan(config, found, transports, recovery, static)
 
     # Apply
 
-    async def _apply(self, plan: Plan) -> None:
+    async def _apply(self, plan: ReloadPlan) -> None:
         streamer, old, config = self._streamer, self._streamer.config, plan.config
         before = {one.name: one for one in old.endpoint}
         all_pumps = plan.has("egress") or old.history.absent_ms != config.history.absent_ms
@@ -216,7 +216,7 @@ class Reloader:
         await self._ports(old, plan)
         streamer.states.look()
 
-    def _added(self, plan: Plan, section: EndpointSection) -> Attached:
+    def _added(self, plan: ReloadPlan, section: EndpointSection) -> Attached:
         streamer, config = self._streamer, plan.config
         endpoint = parts.endpoint_of(config, section, plan.transports[section.name])
         return streamer.add_stopped(endpoint, section, [one for one in config.follow if one.endpoint == section.name])
@@ -235,7 +235,7 @@ class Reloader:
         before, after = there(old), there(new)
         return {name for name in before.keys() & after.keys() if before[name] != after[name]}
 
-    def _take_over(self, plan: Plan) -> list[AskedSource]:
+    def _take_over(self, plan: ReloadPlan) -> list[AskedSource]:
         """Has the parts that all endpoints share do what the configuration says. Returns recovery sources to close."""
         streamer, config = self._streamer, plan.config
         if plan.has("streamer"):
@@ -271,7 +271,7 @@ class Reloader:
         for one in stale:
             await streamer.interest.remove_source(one)
 
-    async def _static_file(self, old: Config, plan: Plan) -> None:
+    async def _static_file(self, old: Config, plan: ReloadPlan) -> None:
         streamer, before = self._streamer, old.usubscription.static_file
         known = [one for one in streamer.interest.sources if isinstance(one, StaticFile)]
         if before == plan.config.usubscription.static_file:
@@ -283,7 +283,7 @@ class Reloader:
         for one in known:
             await streamer.interest.remove_source(one)
 
-    async def _ports(self, old: Config, plan: Plan) -> None:
+    async def _ports(self, old: Config, plan: ReloadPlan) -> None:
         """Opens the HTTP edge and the admin port again if what they serve has changed. The admin port may be the one
         through which this was asked for, so nobody waits for it."""
         streamer, config = self._streamer, plan.config

@@ -13,7 +13,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Final, Protocol, Self
+from typing import Final, Protocol
 
 import structlog
 
@@ -230,12 +230,6 @@ class Log(Streams):
             self._sweeping.cancel()
             await self._storage.close()
             self._grown.set()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "healthy" if self.healthy else "not healthy"

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from history.file.load import FORGOTTEN_PREFIX, NEXT_STREAM, OTHERS
 from history.file.store import LogChanges
@@ -96,6 +96,16 @@ class Streams(abc.ABC):
         self._forgotten_callbacks: list[Callable[[frozenset[int]], None]] = []
         self._using: list[Callable[[], Iterable[int]]] = []
         self._sweeping = self._loop.call_later(min(SWEEP_S, self.forget_after_s), self._sweep)
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """See Log.close."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     def _index(self) -> None:
         """Build the indexes of the loaded streams. From any thread, before the log is used: there may be many."""

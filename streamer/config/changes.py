@@ -1,6 +1,6 @@
 """What differs between two configurations, in the words of the file, and which of it needs a restart.
 
-changes(old, new) -> + endpoint diag    - rule a -> b    ~ history.record    ! streamer.authority needs a restart
+differences(old, new) -> + endpoint diag    - rule a -> b    ~ history.record    ! streamer.authority needs a restart
 appliable(old, new) -> `new`, with what needs a restart as in `old`: what a running streamer can take over
 """
 
@@ -49,7 +49,7 @@ NAMES: Final[dict[str, Callable[[Any], str]]] = {
 
 
 @dataclass(frozen=True)
-class Change:
+class Difference:
     """One difference. `sign`: + added, - removed, ~ changed, ! needs a restart. `section`: where it stands; `name`:
     which of the sections that may stand several times."""
 
@@ -63,13 +63,13 @@ class Change:
         return f"{self.sign} {self.what}{f': {self.detail}' if self.detail else ''}"
 
 
-def changes(old: Config, new: Config) -> list[Change]:
+def differences(old: Config, new: Config) -> list[Difference]:
     """Returns the differences in the order of the sections; what needs a restart comes first. Raises as
     `appliable`."""
-    return [*restarts(old, new), *_differences(old, appliable(old, new))]
+    return [*restarts(old, new), *_found(old, appliable(old, new))]
 
 
-def restarts(old: Config, new: Config) -> list[Change]:
+def restarts(old: Config, new: Config) -> list[Difference]:
     """Returns the differences that need a restart."""
     found = [
         f"{section}.{key}"
@@ -86,7 +86,7 @@ def restarts(old: Config, new: Config) -> list[Change]:
         found.append("usubscription.answers_for")
     if old.epochs != new.epochs:
         found.append("epochs")
-    return [Change("!", what.partition(".")[0], "", f"{what} needs a restart") for what in found]
+    return [Difference("!", what.partition(".")[0], "", f"{what} needs a restart") for what in found]
 
 
 def appliable(old: Config, new: Config) -> Config:
@@ -122,25 +122,25 @@ def _with(section: Section, key: str, value: Any) -> Section:
     return type(section).model_validate(given)
 
 
-def _differences(old: Config, new: Config) -> Iterator[Change]:
+def _found(old: Config, new: Config) -> Iterator[Difference]:
     for section in Config.model_fields:
         before, after = (one.rules if section == "rule" else getattr(one, section) for one in (old, new))
         if section not in NAMES:
             for key, detail in _keys(before, after):
-                yield Change("~", section, key, f"{section}.{key}", detail)
+                yield Difference("~", section, key, f"{section}.{key}", detail)
             continue
         ours, theirs = _by_name(section, before), _by_name(section, after)
         for name in ours:
             if name not in theirs:
-                yield Change("-", section, name, f"{section} {name}")
+                yield Difference("-", section, name, f"{section} {name}")
         for name, one in theirs.items():
             if name not in ours:
-                yield Change("+", section, name, f"{section} {name}")
+                yield Difference("+", section, name, f"{section} {name}")
             elif one != ours[name]:
                 detail = ", ".join(f"{key} {what}" for key, what in _keys(ours[name], one))
-                yield Change("~", section, name, f"{section} {name}", detail)
+                yield Difference("~", section, name, f"{section} {name}", detail)
         if section == "access" and [one for one in ours if one in theirs] != [one for one in theirs if one in ours]:
-            yield Change("~", section, "", section, "the order of its entries")
+            yield Difference("~", section, "", section, "the order of its entries")
 
 
 def _by_name(section: str, ones: list[Any]) -> dict[str, Any]:

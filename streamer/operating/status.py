@@ -23,7 +23,8 @@ from streamer.operating.operations import Arguments, Operation, Operations
 from streamer.operating.states import STREAMER, EndpointState, States, build, cut, cut_line, moment
 
 if TYPE_CHECKING:
-    from streamer.assembly import Assembly, Attached
+    from streamer.assembly import Attached
+    from streamer.reports import ReportingAssembly
 
 HELD_SHOWN_MAX: Final = 20  # addresses of one endpoint: those held for the longest time
 LISTED_MAX: Final = 300  # of pauses, histories that are followed, and so on
@@ -161,7 +162,7 @@ class StreamerStatus(_Told):
 # Of a running streamer
 
 
-def status_of(streamer: Assembly) -> StreamerStatus:
+def status_of(streamer: ReportingAssembly) -> StreamerStatus:
     """Returns the status of now. It reads no file."""
     problems = [one.problem for one in streamer.states.look()]
     streamer.meters.count()
@@ -210,7 +211,7 @@ def status_of(streamer: Assembly) -> StreamerStatus:
     )
 
 
-def status_operation(streamer: Assembly) -> Operation:
+def status_operation(streamer: ReportingAssembly) -> Operation:
     async def status(_: Arguments) -> dict[str, Any]:
         return status_of(streamer).model_dump(mode="json")
 
@@ -244,7 +245,7 @@ def _named(state: str) -> StateName:
     return "ready" if state == "ready" else "degraded" if state == "degraded" else "not ready"
 
 
-def _endpoint(streamer: Assembly, attached: Attached) -> EndpointStatus:
+def _endpoint(streamer: ReportingAssembly, attached: Attached) -> EndpointStatus:
     endpoint, pumps, meters = attached.endpoint, attached.pumps, streamer.meters
     state = streamer.states[endpoint.name]
     (in_per_s, in_ms), (out_per_s, out_ms) = meters.received(endpoint), meters.forwarded(endpoint)
@@ -285,7 +286,7 @@ def _endpoint(streamer: Assembly, attached: Attached) -> EndpointStatus:
     )
 
 
-def _flows(streamer: Assembly) -> Iterator[FlowStatus]:
+def _flows(streamer: ReportingAssembly) -> Iterator[FlowStatus]:
     allowed = {(rule.ingress, rule.egress) for rule in streamer.rules}
     sent = {(origin, one.name): count for one in streamer.endpoints for origin, count in one.forwarded_from.items()}
     for origin, to in sorted(allowed | sent.keys()):
@@ -298,7 +299,7 @@ def _flows(streamer: Assembly) -> Iterator[FlowStatus]:
         )
 
 
-def _log(streamer: Assembly, one: Log) -> LogStatus:
+def _log(streamer: ReportingAssembly, one: Log) -> LogStatus:
     oldest_ms = streamer.meters.oldest_ms(one)
     return LogStatus(
         name=one.name,

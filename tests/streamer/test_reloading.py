@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from campaigns.simulation.network import FaultyNetwork
 from streamer.config import Config, loads
-from streamer.config.changes import appliable, changes, restarts
+from streamer.config.changes import appliable, differences, restarts
 from streamer.operating.control import ControlSocket, call
 from tests.streamer.conftest import THREE, MakeWorld, World, publication
 from transports.local import LocalTransport
@@ -334,7 +334,7 @@ settings = { host = "a", username = "u", password = "secret-one" }
 
 def test_secrets_are_not_told() -> None:
     old, new = loads(BASE), loads(BASE.replace("secret-one", "secret-two"))
-    (found,) = changes(old, new)
+    (found,) = differences(old, new)
     assert str(found) == "~ endpoint cloud: settings.password has changed"
 
 
@@ -346,9 +346,9 @@ def test_what_is_appliable_differs_from_the_file_only_by_what_needs_a_restart(da
     except UStatusError:
         assert old.home.name != new.home.name or restarts(old, new)
         return
-    assert [one for one in changes(old, taken) if one.sign == "!"] == []
-    assert {one.sign for one in changes(taken, new)} <= {"!"}
-    assert changes(new, new) == []
+    assert [one for one in differences(old, taken) if one.sign == "!"] == []
+    assert {one.sign for one in differences(taken, new)} <= {"!"}
+    assert differences(new, new) == []
 
 
 def _drawn(data: st.DataObject) -> Config:
