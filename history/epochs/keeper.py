@@ -153,8 +153,7 @@ class Keeper:
         """Count the stored records of the open epochs."""
         for one in self._logs:
             held = (held for all in kept.publishers.values() for held in all.values())
-            begun = (held.after.get(one.incarnation) or position_before(one, held.after)[0] for held in held)
-            seq = min((seq or one.newest_seq for seq in begun), default=one.newest_seq)
+            seq = min((_begun(one, held.after) for held in held), default=one.newest_seq)
             streams = {stream.id: stream for stream in one.streams() if kept.group.has(stream.source)}
             while seq < one.newest_seq:
                 chunks = await one.read(seq, streams=streams.keys())
@@ -388,3 +387,11 @@ def _ignore_error(done: asyncio.Future[int]) -> None:
     """Mark an error as retrieved, since nobody may wait for it."""
     if not done.cancelled():
         done.exception()
+
+
+def _begun(one: Log, after: dict[bytes, int]) -> int:
+    """Returns the position in `one` when an epoch was opened."""
+    if one.incarnation in after:
+        return after[one.incarnation]
+    seq, other = position_before(one, after)
+    return seq if other else one.newest_seq
