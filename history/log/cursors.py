@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from history.file.load import FOLLOWED_PREFIX, Cursor
+from history.file.load import AGAIN_PREFIX, FOLLOWED_PREFIX, Cursor
 from history.file.store import LogChanges
 from history.file.writer import CURSORS_IDLE_S, Append, FollowedFrom
 from history.log.storage import Storage
@@ -151,6 +151,8 @@ class FollowedLogs:
         self._log_name, self._storage = log_name, storage
         self._known = dict(storage.loaded.positions)
         self.under_way: Counter[str] = Counter()  # appends by key
+        # keys of positions that went back when this log was restored: what was confirmed beyond them is not here
+        self.went_back = set(storage.loaded.read_again)
 
     def positions(self) -> dict[str, bytes]:
         """Returns the committed position of each followed log, by key. One that moved alone may not be on disk yet."""
@@ -184,6 +186,12 @@ class FollowedLogs:
             self._storage.save(LogChanges(meta=row))
         else:
             self._storage.save_lazily({}, row, 0)
+
+    def caught_up(self, key: str) -> None:
+        """A position that `went_back` has reached everything that was confirmed before."""
+        if key in self.went_back:
+            self.went_back.discard(key)
+            self._storage.save(LogChanges(meta={AGAIN_PREFIX + key: None}))
 
     def begin(self, followed: FollowedFrom, records: int) -> None:
         """Raises RESOURCE_EXHAUSTED beyond FOLLOWED_MAX."""

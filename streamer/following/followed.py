@@ -355,10 +355,15 @@ class Followed:
         if not self.has_position.is_set():  # saved before we ask, so that a later run knows whom to ask to push again
             await self._keep_first(reader_state)
         self._sorting.held_there = {}
+        went_back, is_behind = self.key in self._log.followed.went_back, False
         for position in await following.commands.hand_over(HandOver(take=True, takes_held=True)):
             # records up to `known` are safe here; those up to `position.seq` were pushed, are held there, or are ours
             known = reader_state.positions.get(position.incarnation, position.seq)
             begin = min([position.seq, *(one.after_seq for one in position.held)])
+            is_behind = is_behind or known < position.seq
+            if went_back and known < position.seq:  # we had confirmed those between, and our log has lost them
+                reader_state.positions[position.incarnation] = known
+                continue
             if known < position.seq:
                 what = "following further on: what lies between was pushed, or is read if it was held"
                 log.info(what, service=self.key, after=known, begin=begin, pushed_to=position.seq)
@@ -370,6 +375,8 @@ class Followed:
             reader_state.positions[position.incarnation] = max(known, begin)
             if position.in_memory:
                 reader_state.idle.add(position.incarnation)
+        if went_back and not is_behind:
+            self._log.followed.caught_up(self.key)
         self.is_handed_over = True
 
     async def _find_position(self, following: Following) -> ReaderState:

@@ -204,7 +204,7 @@ async def world(tmp_path: Path) -> AsyncIterator[Restored]:
     await made.close()
 
 
-async def test_its_readers_are_told_and_go_on_where_both_logs_part(world: Restored) -> None:
+async def test_its_readers_get_a_gap_and_go_on_where_both_logs_part(world: Restored) -> None:
     gaps: list[Gap] = []
     await world.begin(20)
     client = HistoryClient(world.rpc, SERVICE)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from streamer.operating.backup import back_up_stopped, restore
 from tests.edge.test_streams import World as EdgeWorld
+from tests.streamer.conftest import make_world as make_world
+from tests.streamer.conftest import publish as publish
 from tests.streamer.test_following import Pair
 from tests.streamer.test_following import pair as pair
-
-pytest_plugins = ["tests.streamer.conftest"]
 
 
 async def test_a_follower_reports_the_gap_and_takes_each_record_once(pair: Pair, tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ async def test_a_follower_reports_the_gap_and_takes_each_record_once(pair: Pair,
     assert payloads == list(range(60))
 
 
-async def test_a_browser_is_told_and_goes_on(tmp_path: Path) -> None:
+async def test_a_browser_gets_a_gap_and_goes_on(tmp_path: Path) -> None:
     world = EdgeWorld()
     await world.start(tmp_path / "data")
     await world.publish("1", "2", "3")
@@ -60,3 +60,23 @@ async def test_a_browser_is_told_and_goes_on(tmp_path: Path) -> None:
             assert await again.texts(3) == ["4", "5", "6"]
     finally:
         await world.finish()
+
+
+async def test_a_restored_follower_reads_again_what_it_has_lost(pair: Pair, tmp_path: Path) -> None:
+    await pair.begin()
+    await pair.handed_over()
+    await pair.publish(30)
+    await pair.expect_all()
+    await pair.hub.streamer.operations.answer("backup", {"directory": str(tmp_path / "backup")})
+    await pair.publish(10)
+    await pair.expect_all()
+    await pair.vehicle.until(lambda: not any(records for *_, records in pair.vehicle.streamer.handovers.backlog()))
+    await pair.hub.stop()
+    restore(tmp_path / "backup", pair.hub.config.streamer.data_dir, replace=True)
+    await pair.hub.start()
+    await pair.handed_over()
+    await pair.publish(20)
+    await pair.hub.until(lambda: "59" in pair.heard.texts)
+    chunks = await pair.hub.streamer.logs.durable.read(0)
+    payloads = [int(one.payload) for chunk in chunks for one in chunk.messages if one.payload.isdigit()]
+    assert payloads == list(range(60))
