@@ -65,7 +65,7 @@ class CopyPace:
 
 
 def copy_store(source: Path, target: Path, pace: CopyPace, disk: Disk = REAL_DISK) -> None:
-    """Copy a SQLite file as it is now, whatever is written meanwhile. Its write-ahead log can't be emptied until this
+    """Copy a SQLite file of this moment, whatever is written meanwhile. Its write-ahead log can't be emptied until this
     ends. Raises sqlite3.Error, OSError, and as CopyPace."""
     share = pace.share
 

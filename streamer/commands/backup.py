@@ -49,7 +49,7 @@ def restore(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Bring back what a backup contains. The streamer must be stopped. Readers of its log are told of the gap.
+    """Bring back what a backup contains. The streamer must be stopped. Readers of its log get a gap.
 
     Example: [bold]up-streamer restore /mnt/usb/monday --config vehicle.toml --replace[/]
     """

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -77,7 +78,7 @@ class Manifest(BaseModel):
     def bytes(self) -> int:
         return sum(one.bytes for one in self.files.values())
 
-    def told(self, directory: Path, seconds: float) -> dict[str, Any]:
+    def summary(self, directory: Path, seconds: float) -> dict[str, Any]:
         """Returns what a command prints."""
         return {
             "directory": str(directory),
@@ -184,7 +185,7 @@ def back_up(
         write_private(directory / f"{MANIFEST}.new", made.model_dump_json(indent=1).encode(), disk)
         (directory / f"{MANIFEST}.new").rename(directory / MANIFEST)
         disk.sync(directory)
-    return made.told(directory, time.monotonic() - started)
+    return made.summary(directory, time.monotonic() - started)
 
 
 def _manifest(directory: Path, authority: str, began: str, copied: Copied, pace: CopyPace) -> Manifest:
@@ -238,8 +239,11 @@ def _errors(what: str, target: Path) -> Iterator[None]:
         code, why = UCode.UNAVAILABLE, f"{error}: try again"
         if is_full(error, target / MANIFEST):
             code, why = UCode.RESOURCE_EXHAUSTED, f"the disk of {target} is full ({error}): choose another one"
-        elif is_denied(error, target / MANIFEST):
-            code, why = UCode.PERMISSION_DENIED, f"{target} can't be written ({error}): does this user own it?"
+        elif is_denied(error, target / MANIFEST) or getattr(error, "errno", 0) == errno.EROFS:
+            code, why = (
+                UCode.PERMISSION_DENIED,
+                f"{target} can't be written ({error}): the streamer's user must be allowed to",
+            )
         elif isinstance(error, FileNotFoundError):
             code, why = UCode.FAILED_PRECONDITION, f"{error}: make that folder first"
         elif is_damage(error) or isinstance(error, BadMarkError):
@@ -269,15 +273,19 @@ def read_manifest(directory: Path) -> Manifest:
         why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         what = f"{directory} is no complete backup: its {MANIFEST} can't be read: {why}"
         raise UStatusError(UCode.FAILED_PRECONDITION, what) from None
+    if LOG not in made.files or not all(_is_saved(name) for name in made.files):
+        raise UStatusError(UCode.FAILED_PRECONDITION, f"{path} is not the manifest of a backup: it names other files")
     for name, entry in made.files.items():
-        is_plain = Path(name).name == name and not name.startswith(".") and name not in (COPYING, READY, PLAN)
-        if not is_plain or not {LOG, LOG_MARK} <= made.files.keys():
-            raise UStatusError(UCode.FAILED_PRECONDITION, f"{path} is not the manifest of a backup: it names {name!r}")
         found = (directory / name).stat().st_size if (directory / name).is_file() else None
         if found != entry.bytes:
             what = f"{directory / name} is not what was saved: expected {entry.bytes} bytes, got {found}"
             raise UStatusError(UCode.DATA_LOSS, f"{what}: take another backup")
     return made
+
+
+def _is_saved(name: str) -> bool:
+    stores = (LOG, LOG_MARK, SUBSCRIPTIONS, PARTNERS, LETTERS)
+    return name in stores or (name.endswith(".json") and Path(name).name == name)
 
 
 def restore(
@@ -314,8 +322,8 @@ def restore(
             pace.require(manifest.bytes)
             incarnation = _prepare(directory, data_dir, manifest, old, pace, same_incarnation, disk)
             aside = _finish(data_dir, disk)
-    told = {**manifest.told(directory, time.monotonic() - started), "data_dir": str(data_dir)}
-    return {**told, "incarnation": incarnation.hex(), "moved_to": aside}
+    summary = {**manifest.summary(directory, time.monotonic() - started), "data_dir": str(data_dir)}
+    return {**summary, "incarnation": incarnation.hex(), "moved_to": aside}
 
 
 def finish_restore(data_dir: Path, disk: Disk = REAL_DISK) -> None:
@@ -341,6 +349,7 @@ class _Locked:
             why = f"process {owner} uses {data_dir}: stop the streamer first"
             raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
         self.close = self._lock.release
+        _give_to_owner(data_dir, [data_dir / f"{LOG}.lock"])
 
 
 def back_up_stopped(data_dir: Path, directory: Path, authority: str) -> dict[str, Any]:
@@ -387,6 +396,7 @@ def _prepare(
         aside = f"{ASIDE}{datetime.now(UTC):%Y%m%dT%H%M%S.%f}" if old else None
         plan = {"old": old, "aside": aside, "new": sorted(manifest.files, key=lambda name: name == LOG)}
         write_private(copies / PLAN, json.dumps(plan).encode(), disk)
+        _give_to_owner(data_dir, [copies, *copies.iterdir()])
         disk.sync(copies)
         copies.rename(data_dir / READY)
     except BaseException:
@@ -394,6 +404,13 @@ def _prepare(
         raise
     disk.sync(data_dir)
     return incarnation
+
+
+def _give_to_owner(data_dir: Path, paths: list[Path]) -> None:
+    """Let root restore for the user of a service, who owns data_dir."""
+    owner = data_dir.stat()
+    for path in paths if os.geteuid() == 0 else ():
+        os.chown(path, owner.st_uid, owner.st_gid)
 
 
 def _later(data_dir: Path, incarnation: bytes) -> int:
@@ -411,10 +428,15 @@ def _finish(data_dir: Path, disk: Disk) -> str | None:
     shutil.rmtree(left, ignore_errors=True)
     if not ready.exists():
         return None
-    plan = json.loads((ready / PLAN).read_bytes())
+    try:
+        plan = json.loads((ready / PLAN).read_bytes())
+    except (OSError, ValueError) as error:
+        why = f"a restore was interrupted, and {ready} can't be completed ({error}): remove that folder, restore again"
+        raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
     aside = None if plan["aside"] is None else data_dir / plan["aside"]
     if aside is not None:
         aside.mkdir(mode=0o700, exist_ok=True)
+        _give_to_owner(data_dir, [aside])
         for name in plan["old"]:
             if (data_dir / name).exists() and not (aside / name).exists():  # else it was moved before
                 (data_dir / name).rename(aside / name)

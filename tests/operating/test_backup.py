@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -28,6 +29,7 @@ from streamer.letters.dead_letter import LetterStore
 from streamer.operating import backup
 from streamer.operating.backup import back_up_stopped, finish_restore, read_manifest, restore
 from tests.streamer.conftest import MakeWorld, World, publication
+from tests.streamer.conftest import make_world as make_world
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
@@ -36,8 +38,6 @@ from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.inspect import StoreView
 from usubscription.state import Subscribe
 from usubscription.store.database import Database
-
-pytest_plugins = ["tests.streamer.conftest"]
 
 TOPIC = uris.uri("vehicle1", 0x8001, 1, 0x8001)
 
@@ -100,11 +100,11 @@ async def test_a_stopped_streamer_is_backed_up_and_restored(tmp_path: Path) -> N
     }
     assert verify(tmp_path / "backup" / "history.db").is_sound
 
-    told = restore(tmp_path / "backup", tmp_path / "new", "vehicle1")
-    assert told["moved_to"] is None
+    summary = restore(tmp_path / "backup", tmp_path / "new", "vehicle1")
+    assert summary["moved_to"] is None
     assert names(tmp_path / "new") == (names(tmp_path / "backup") - {"manifest.json"}) | {"history.db.lock"}
     async with await Log.open(tmp_path / "new" / "history.db", name="durable") as log:
-        assert log.incarnation.hex() == told["incarnation"] != incarnation.hex()
+        assert log.incarnation.hex() == summary["incarnation"] != incarnation.hex()
         assert log.newest_seq == 20
         assert log.cursors.seq("egress:cloud") == 7
         assert [one.kind for one in log.damage] == ["missing"]
@@ -184,11 +184,12 @@ def _flip(path: Path) -> None:
         (lambda made: (made / "manifest.json").unlink(), UCode.FAILED_PRECONDITION, "no complete backup"),
         (lambda made: (made / "manifest.json").write_text("[1]"), UCode.FAILED_PRECONDITION, "no complete backup"),
         (lambda made: _edit(made, format=2), UCode.FAILED_PRECONDITION, "it has format 2"),
+        (lambda made: _edit(made, files={}), UCode.FAILED_PRECONDITION, "it names other files"),
         (lambda made: _edit(made, files={"../x": {}}), UCode.FAILED_PRECONDITION, "can't be read"),
         (
             lambda made: _edit(made, files={"../x": {"bytes": 1, "sha256": ""}}),
             UCode.FAILED_PRECONDITION,
-            "it names '../x'",
+            "it names other files",
         ),
     ],
 )
@@ -205,6 +206,18 @@ async def test_a_backup_that_was_changed_is_not_restored(
 def _edit(made: Path, **fields: Any) -> None:
     path = made / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+async def test_what_root_restores_belongs_to_the_owner_of_the_folder(tmp_path: Path) -> None:
+    await filled(tmp_path / "data")
+    back_up_stopped(tmp_path / "data", tmp_path / "backup", "")
+    os.chown(tmp_path / "data", 4711, 4712)
+    moved_to = restore(tmp_path / "backup", tmp_path / "data", replace=True)["moved_to"]
+    made = [tmp_path / "data" / name for name in names(tmp_path / "backup") - {"manifest.json"}]
+    owners = {(one.stat().st_uid, one.stat().st_gid) for one in [*made, tmp_path / "data" / "history.db.lock"]}
+    assert owners == {(4711, 4712)}
+    assert Path(moved_to).stat().st_uid == 4711
 
 
 # -- interrupted
@@ -321,12 +334,26 @@ class _FullDisk(Disk):
         super().sync(path)
 
 
-@pytest.mark.parametrize("bytes", [0, 1 << 20, 3 << 20])
+class _SuddenlyFullDisk(Disk):
+    """Another program takes the rest of the disk of the backup after so many steps."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self._folder, self._steps = folder, steps
+
+    def sync(self, path: Path) -> None:
+        self._steps -= path.parent == self._folder
+        if self._steps < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().sync(path)
+
+
+@pytest.mark.parametrize("bytes", [0, 1 << 20, (1 << 20) + 60_000, -1, -2, -3, -5])
 async def test_a_full_disk_of_the_backup_leaves_no_files_there(tmp_path: Path, bytes: int) -> None:
     await filled(tmp_path / "data", 200)
-    disk = _FullDisk(tmp_path / "backup", bytes)
+    folder = tmp_path / "backup"
+    disk = _FullDisk(folder, bytes) if bytes >= 0 else _SuddenlyFullDisk(folder, -bytes)
     with pytest.raises(UStatusError, match="choose another one") as error:
-        backup.back_up(tmp_path / "data", tmp_path / "backup", "", disk=disk, log_bytes_max=bytes)
+        backup.back_up(tmp_path / "data", folder, "", disk=disk)
     assert error.value.code == UCode.RESOURCE_EXHAUSTED
     assert not (tmp_path / "backup").exists()
     assert verify(tmp_path / "data" / "history.db").is_sound
