@@ -177,6 +177,7 @@ class FollowedLogs:
             return
         if position is None:
             del self._known[key]
+            self.caught_up(key)
         else:
             assert len(position) <= POSITION_BYTES_MAX, "a position is small: it is written often"
             self._refuse_beyond(key)

@@ -175,7 +175,8 @@ def back_up(
         pace.require(sum((data_dir / one).stat().st_size for one in (*stores, LOG)))
         if SUBSCRIPTIONS in stores:
             copy_store(data_dir / SUBSCRIPTIONS, directory / SUBSCRIPTIONS, pace, disk)
-        for saved in (*sorted(data_dir.glob("*.json")), data_dir / PARTNERS):
+        saved_files = [one for one in data_dir.glob("*.json") if one.name != MANIFEST]
+        for saved in (*sorted(saved_files), data_dir / PARTNERS):
             with contextlib.suppress(FileNotFoundError):  # each is replaced as a whole, or was removed
                 write_private(directory / saved.name, saved.read_bytes(), disk)
         copied = copy_log(data_dir / LOG, directory / LOG, pace, newest, disk)
@@ -285,7 +286,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 def _is_saved(name: str) -> bool:
     stores = (LOG, LOG_MARK, SUBSCRIPTIONS, PARTNERS, LETTERS)
-    return name in stores or (name.endswith(".json") and Path(name).name == name)
+    return name in stores or (name.endswith(".json") and Path(name).name == name != MANIFEST)
 
 
 def restore(

@@ -220,6 +220,15 @@ async def test_what_root_restores_belongs_to_the_owner_of_the_folder(tmp_path: P
     assert Path(moved_to).stat().st_uid == 4711
 
 
+async def test_a_backup_that_was_put_in_place_by_hand_can_be_backed_up_again(tmp_path: Path) -> None:
+    incarnation = await filled(tmp_path / "data")
+    back_up_stopped(tmp_path / "data", tmp_path / "backup", "")
+    shutil.copytree(tmp_path / "backup", tmp_path / "by hand")
+    assert back_up_stopped(tmp_path / "by hand", tmp_path / "again", "")["incarnation"] == incarnation.hex()
+    assert "manifest.json" not in read_manifest(tmp_path / "again").files
+    restore(tmp_path / "again", tmp_path / "new")
+
+
 # -- interrupted
 
 
