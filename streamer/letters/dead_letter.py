@@ -618,11 +618,11 @@ class DeadLetters:
 
 
 def _answers(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Returns the results, or the UStatusErrors, of jobs in the thread of the store."""
+    """Returns the result or the exception of each job, in the thread of the store."""
     answers: list[Any] = []
     for job in jobs:
         try:
             answers.append(job())
-        except UStatusError as error:
+        except Exception as error:
             answers.append(error)
     return answers

@@ -41,7 +41,7 @@ class LetterFilter:
         return cls(
             tuple(given.numbers("numbers", NUMBERS_MAX)) if "numbers" in given else (),
             code_of(given.text("code")) if "code" in given else None,
-            given.text("endpoint") if "endpoint" in given else None,
+            _written(given.text("endpoint")) if "endpoint" in given else None,
             since_ms,
             before_ms,
             given.number("after", 0),
@@ -63,6 +63,13 @@ class LetterFilter:
             if value is not None:
                 terms.append((f"{column} ?", [value]))
         return " and ".join(term for term, _ in terms), [value for _, values in terms for value in values]
+
+
+def _written(endpoint: str) -> str:
+    """Raises INVALID_ARGUMENT for half a surrogate pair, which JSON may have and the store does not take."""
+    if not endpoint.isprintable():
+        raise invalid(f"endpoint: expected the name of an endpoint, got {endpoint[:64]!r}")
+    return endpoint
 
 
 def code_of(name: str) -> int:

@@ -355,6 +355,20 @@ async def test_a_store_that_can_not_be_changed_keeps_its_letters(
     assert (await resend(world))[0] == {1: "resent"}
 
 
+async def test_a_question_that_fails_fails_alone(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world({"vehicle": ""})
+    letters = world.streamer.dead_letters
+
+    def wrong(_: LetterStore) -> None:
+        raise ValueError("not foreseen")
+
+    asked = [asyncio.ensure_future(letters.ask(one)) for one in (wrong, lambda store: store.stock().letters)]
+    letters.add(publish(SPEED, "x"), DENIED, "the broker refuses it", "cloud")
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    assert [type(one) for one in answers] == [ValueError, int]
+    await world.until(lambda: len(stored(world)) == 1)
+
+
 # -- list and purge
 
 
@@ -388,6 +402,7 @@ async def test_letters_are_listed_by_pages_and_purged_by_what_they_are(make_worl
         ({"numbers": ["1"]}, "numbers: expected a whole number, got '1'"),
         ({"numbers": list(range(1_001))}, "numbers: expected a list of 1 to 1000"),
         ({"endpoint": 3}, "endpoint: expected a text"),
+        ({"endpoint": "\ud800"}, "endpoint: expected the name of an endpoint"),
         ({"since_ms": "yesterday"}, "since_ms: expected a whole number"),
     ],
 )
