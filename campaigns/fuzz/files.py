@@ -38,12 +38,16 @@ from streamer.edge.places import Places
 from streamer.edge.server import EdgeServer
 from streamer.edge.tokens import read_tokens
 from streamer.egress import paused as pauses
+from streamer.letters.dead_letter import LetterStore
+from streamer.letters.selection import LetterFilter
 from streamer.operating.http_port import LIMITS, HttpPort
+from streamer.operating.operations import Arguments
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
 from usubscription_client.sources import SavedInterest, read_static
 
 INVALID: Final = UCode.INVALID_ARGUMENT
@@ -386,7 +390,7 @@ def edge_request(data: bytes) -> None:
 @target
 def admin_request(data: bytes) -> None:
     def make() -> Listener:
-        port = HttpPort({"/metrics": lambda: (200, "text/plain", b"metric 1\n")}, {}, AdminSection())
+        port = HttpPort({"/metrics": lambda: (200, "text/plain", b"metric 1\n")}, {}, None, AdminSection())
         return port.listener("127.0.0.1:0", Lines(LIMITS))
 
     answer = _answers(make, data)
@@ -395,3 +399,23 @@ def admin_request(data: bytes) -> None:
         head, body = answer.split(b"\r\n\r\n", 1)
         if not data.lstrip().startswith(b"HEAD"):
             assert f"Content-Length: {len(body)}".encode() in head, "a client knows where it ends"
+
+
+@cache
+def letters() -> LetterStore:
+    store = LetterStore(folder() / "letters.db")
+    store.write([(1, 7, "refused", "cloud", UMessage().SerializeToString())])
+    return store
+
+
+@target
+def letter_arguments(data: bytes) -> None:
+    """Selects dead letters with arguments of an operation."""
+    try:
+        given = json.loads(data)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(given, dict):
+        with refusing(INVALID):
+            which = LetterFilter.of(Arguments(given))
+            assert letters().count(which) == len(letters().select(which, 2))

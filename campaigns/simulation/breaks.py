@@ -276,6 +276,18 @@ def _gaps_untold() -> Patches:
     return [(Gate, "_report", lambda self, *_: None)]
 
 
+def _removed_too_early() -> Patches:
+    from streamer.letters.resending import Resender
+
+    send = Resender._try
+
+    async def remove_and_send(self: Resender, peer: Any, part: Any, *others: Any) -> Any:
+        await self._settle([way.letter.number for way in part], [])
+        return await send(self, peer, part, *others)
+
+    return [(Resender, "_try", remove_and_send)]
+
+
 FOLLOWED: Final = ("follow", "keeper")
 IN_EPOCHS: Final = ("epochs", "static")
 
@@ -298,6 +310,9 @@ BREAKS: Final[dict[str, Break]] = {
         "each method has a queue of its own, so an Unsubscribe overtakes an earlier Subscribe",
         _order_of_commands,
         "hurry",
+    ),
+    "removed too early": Break(
+        "a dead letter leaves the store before the network has taken it again", _removed_too_early
     ),
     "hang": Break(
         "the wait for a transport that does not return from sending has no limit", _wait_without_limit, "hang"

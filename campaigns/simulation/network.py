@@ -303,6 +303,8 @@ class SimulatedNetwork(FaultyNetwork):
         self.keeps = name.endswith("/vehicle")  # it has a publisher that keeps its own history
         # whether the gateway of the vehicle gets this message neither now nor from its session
         self.loses: Callable[[UMessage], bool] | None = None
+        # whether it refuses this message of that member for good, and nothing else
+        self.declines: Callable[[UMessage, LocalTransport], bool] | None = None
 
     def set_weather(self, weather: Weather) -> None:
         self.weather = weather
@@ -322,6 +324,9 @@ class SimulatedNetwork(FaultyNetwork):
 
     def carry_allowed(self, sender: LocalTransport, message: UMessage) -> UStatus:
         weather = self.weather
+        if self.declines is not None and self.declines(message, sender):
+            self._on_message("refused INVALID_ARGUMENT", message, sender)
+            return UStatus(code=UCode.INVALID_ARGUMENT, message="the network declines this message")
         if weather is CALM:
             return super().carry_allowed(sender, message)
         if self._hits(weather.refuse):

@@ -93,6 +93,7 @@ WATCH_S: Final = 0.2
 PUSHED_S_MAX: Final = 2.0  # messages sent before a hand-over have arrived after it
 EPOCHS_S: Final = 45.0  # open epochs are over, and every reader runs again
 SEND_MS_MAX: Final = 2_000  # a transport that does not return for that long is opened again
+RESEND_STEPS: Final = 45  # some more than sending a few dead letters again takes
 QUIET_S: Final = 3.0  # after all has arrived, to see whether more comes
 FORGET_AFTER_S: Final = 0.5  # a topic without records
 STEPS_MAX: Final = 3_000_000
@@ -618,6 +619,7 @@ class World:
             await self._check_recovered(self.rest)
         if self.follows:
             await self._check_followed()
+        await self._resend_letters()
         self.given_up = True
         for task in self.tasks:
             task.cancel()
@@ -650,6 +652,52 @@ class World:
         streamer = self.machines["V"].streamer
         if streamer is not None and not self.checker.violations:
             await rest.checker.finish(streamer.logs.durable)
+
+    async def _resend_letters(self) -> None:
+        """Networks decline some messages of the gateways. An operator sends the dead letters again, and some gateways
+        are killed meanwhile: what has left their stores must arrive."""
+        dice = random.Random(f"{self.seed} letters")
+        self.checker.disturbed_from("resend")
+        for network in self.networks.values():
+            network.declines = lambda message, sender: (
+                is_application(message) and str(sender.session)[:2] in ("V-", "C-") and dice.random() < 0.5
+            )
+        for publisher in (one for one in self.publishers if type(one) is Publisher for _ in range(3)):
+            for topic in publisher._topics:
+                await publisher.publish(topic)
+        await asyncio.sleep(QUIET_S)
+        for network in self.networks.values():
+            network.declines = None
+        for machine in self.machines.values():
+            if machine.process is not None and machine.folder.joinpath("dead-letters.db").exists():
+                is_killed = dice.random() < 0.5
+                await self._resend(machine, dice.randrange(RESEND_STEPS) if is_killed else None)
+                if machine.process is None:
+                    machine.start()
+                    await self.until(self._all_ready, HEAL_S_MAX)
+                    await self._resend(machine)
+        await self.until(lambda: self.checker.outstanding == 0, SETTLE_S_MAX)
+        await asyncio.sleep(QUIET_S)
+        self.checker.disturbed_until("resend")
+
+    async def _resend(self, machine: Machine, kill_after: int | None = None) -> None:
+        """Within the process of the gateway, which is killed after so many steps."""
+        process, streamer = machine.process, machine.streamer
+        if process is None or streamer is None:
+            return
+        begun = process.steps
+        if kill_after is not None:
+            machine.kill_after(kill_after)
+        context = contextvars.copy_context()
+        context.run(PROCESS.set, process)
+        asked = streamer.operations.answer("resend_letters", {"all": True})
+        task = self.loop.create_task(asked, name="resend", context=context)
+        await self.until(lambda: task.done() or not process.alive, HEAL_S_MAX, 0.05)
+        if task.done():
+            self.note("resent", machine.name, task.result()["counts"], process.steps - begun)
+        elif process.alive:
+            self.checker.fail("a task that never ends", f"{machine.name} resends for ever")
+        await asyncio.sleep(QUIET_S)  # so that a kill that is due happens
 
     def _look_at_unclaimed(self, plan: Plan) -> None:
         for machine in self.machines.values():
