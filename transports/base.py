@@ -9,6 +9,7 @@ listeners:  register_listener(s) -> ListenerTable: new to the network? -> listen
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,7 @@ from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
 from uprotocol.status import OK as OK  # for transports: the status of a message that was sent
 from uprotocol.status import UStatusError, code_name
-from uprotocol.transport import ConnectionCallback, LocalUriProvider, UListener, UTransport
+from uprotocol.transport import ConnectionCallback, LocalUriProvider, ProbeResult, ProbeVerdict, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -103,6 +104,23 @@ async def on_own_thread(name: str, make: Callable[[], T], discard: Callable[[T],
         if not made.cancel() and made.exception() is None:  # it completed just then
             threading.Thread(target=discard, args=(made.result(),), name=name, daemon=True).start()
         raise
+
+
+async def port_result(address: str, is_running: bool) -> ProbeResult:
+    """Whether we can listen at HOST:PORT. `is_running`: another process of ours does."""
+    host, _, port = address.rpartition(":")
+    if port == "0":
+        return ProbeResult(ProbeVerdict.OK, f"{address} is any free port")
+    try:
+        server = await asyncio.start_server(lambda *_: None, host.strip("[]") or None, int(port))
+        server.close()
+    except (OSError, ValueError) as error:
+        if is_running and getattr(error, "errno", 0) == errno.EADDRINUSE:
+            return ProbeResult(ProbeVerdict.OK, f"{address} is in use, as it should be while the streamer runs")
+        return ProbeResult(ProbeVerdict.FAIL, f"can't listen at {address}: {getattr(error, 'strerror', '') or error}")
+    if is_running:
+        return ProbeResult(ProbeVerdict.FAIL, f"nobody listens at {address}, though the streamer runs")
+    return ProbeResult(ProbeVerdict.OK, f"{address} is free")
 
 
 class TransportSettings(BaseModel):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections import deque
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Self
 from weakref import WeakValueDictionary
@@ -28,7 +28,7 @@ from transports.plugin import TransportPlugin
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError, is_nobody_listening, nobody_listens
-from uprotocol.transport import Capability, HeardCallback, LocalUriProvider
+from uprotocol.transport import Capability, HeardCallback, LocalUriProvider, ProbeRequest, ProbeResult, ProbeVerdict
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -267,6 +267,9 @@ class LocalTransport(TransportBase):
             for filter in self.listeners.filters:  # registered before `open`
                 await self.listen(filter)
             self.reconnect()
+
+    async def probe(self, asked: ProbeRequest) -> AsyncGenerator[ProbeResult, None]:
+        yield ProbeResult(ProbeVerdict.OK, "within the process of the streamer")
 
     async def close(self) -> None:
         """Leave the network when everything that has arrived is taken, after DRAIN_MS_MAX at the latest."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import abc
 import asyncio
 import enum
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Final, Protocol, Self, runtime_checkable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol, Self, runtime_checkable
 
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
@@ -99,6 +100,39 @@ class LocalUriProvider:
 
     def __repr__(self) -> str:
         return f"LocalUriProvider({uris.format(self._source)})"
+
+
+class ProbeVerdict(enum.StrEnum):
+    """Of one result of a probe."""
+
+    OK = "ok"
+    FAIL = "FAIL"
+    UNKNOWN = "?"  # can't be known, or not without disturbing somebody
+
+
+class ProbeResult(NamedTuple):
+    """One thing that `UTransport.probe` has found out, in one line: "may not write vehicle1/cloud (Not authorized)"."""
+
+    verdict: ProbeVerdict
+    what: str
+
+
+@dataclass(frozen=True)
+class ProbeRequest:
+    """What the owner of a transport needs from its network. Addresses have the names of that network."""
+
+    filters: Sequence[tuple[UUri, UUri | None]] = ()
+    """source filter and sink filter of each listener that it will register"""
+    sends: Sequence[tuple[UUri, UUri | None]] = ()
+    """source and sink of messages that it will send; some stand for many"""
+    is_running: bool = False
+    """another process of this owner has the same settings open: the probe must not disturb it"""
+    is_connected: bool | None = None
+    """that process is connected to the network; None: unknown"""
+    has_received: bool = False
+    """that process has received messages from the network"""
+    take_over: bool = False
+    """the probe may end the connection of another client that uses our name, or our session"""
 
 
 ConnectionCallback = Callable[[bool], None]
@@ -232,6 +266,27 @@ class UTransport(abc.ABC):
         """Information for the operator that is not a problem, for example a limit of the network that is lower than the
         configured value."""
         return []
+
+    async def probe(self, asked: ProbeRequest) -> AsyncGenerator[ProbeResult, None]:
+        """Find out whether the network can be reached with these settings, and allows what the owner needs; yields one
+        result after the other. For a closed transport; afterwards it is closed. `up-streamer check --connect` calls it,
+        and ends it after some seconds.
+
+        It disturbs nobody: no message reaches a listener, no session of our name is opened (but with
+        `asked.take_over`), and nothing is left in the network. What can't be found out so is ProbeVerdict.UNKNOWN.
+        """
+        if asked.is_running or (Capability.PERSISTENT_SESSION in self.capabilities and not asked.take_over):
+            why = "the streamer that runs" if asked.is_running else "a session of our name (--take-over tries it)"
+            yield ProbeResult(ProbeVerdict.UNKNOWN, f"whether it can be opened: that could disturb {why}")
+            return
+        try:
+            await self.open()
+            reached = "opened, and connected" if self.connected else "opened, and no other end is there yet"
+            yield ProbeResult(ProbeVerdict.OK, reached)
+        except UStatusError as error:
+            yield ProbeResult(ProbeVerdict.FAIL, error.message)
+        finally:
+            await self.close()
 
     @abc.abstractmethod
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:

@@ -33,7 +33,7 @@ from transports.conformance.messages import (
     topic,
 )
 from transports.conformance.sinks import BatchSink, Changes, Gated, Sink
-from uprotocol.transport import Capability, UTransport
+from uprotocol.transport import Capability, ProbeRequest, ProbeVerdict, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -349,6 +349,20 @@ class ErrorConformance(TransportHarness):
             assert codes(await end.send_batch([notification()])) == [UCode.UNAVAILABLE]
         await self.answers_of(end, topic(), reply())
         await end.close()
+
+    async def test_a_probe_disturbs_nobody(self, ends: Ends, pair: Pair) -> None:
+        """`up-streamer check --connect` while an end with the same settings is open."""
+        heard, changes = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s)), Changes(pair[1])
+        end = await ends(BETA)
+        asked = ProbeRequest([(topic(), reply())], [(FROM_BETA, TO_ALPHA), (topic(), reply())], is_running=True)
+        found = [one async for one in end.probe(asked)]
+        assert found
+        assert not [what for verdict, what in found if verdict is ProbeVerdict.FAIL]
+        assert not end.connected
+        await self.usable(pair[0], heard)
+        assert {payload for payload in heard.payloads if payload != PROBE} == set()
+        assert changes.seen == []
+        assert [sum(one.dropped.values()) for one in pair] == [0, 0]  # type: ignore[attr-defined]
 
     async def test_a_network_that_refuses_us(self, ends: Ends) -> None:
         end = ends.keep(await self.make_refused(ALPHA))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Final
 
 from tests.transports.mutants.end import RETRY_S, HubTransport
@@ -13,8 +13,9 @@ from tests.transports.mutants.hub import LISTEN, TAKEN, frame, pack
 from tests.transports.mutants.mutant import TEST_OVER, fault
 from transports.base import OK
 from transports.listeners import Filter, ListenerTable
+from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
-from uprotocol.transport import UListener
+from uprotocol.transport import ProbeRequest, ProbeResult, ProbeVerdict, UListener
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -241,6 +242,25 @@ class ConnectedThoughAway(HubTransport):
     @property
     def connected(self) -> bool:
         return self._open
+
+
+@fault("a probe sends a message to see whether it may", "test_a_probe_disturbs_nobody")
+class ProbeSends(HubTransport):
+    async def probe(self, asked: ProbeRequest) -> AsyncGenerator[ProbeResult, None]:
+        await self.open()
+        for source, sink in asked.sends:
+            assert sink is not None
+            message = UMessageBuilder.notification(source, sink).build_from_upayload(UPayload(b"may I?", 6))
+            await self.send_batch([message])
+        await self.close()
+        yield ProbeResult(ProbeVerdict.OK, "may send")
+
+
+@fault("a probe leaves the connection", "test_a_probe_disturbs_nobody")
+class ProbeStaysOpen(HubTransport):
+    async def probe(self, asked: ProbeRequest) -> AsyncGenerator[ProbeResult, None]:
+        await self.open()
+        yield ProbeResult(ProbeVerdict.OK, "opened")
 
 
 @fault("a second close raises", "test_close_may_be_called_at_any_time_and_again")
