@@ -151,6 +151,12 @@ def expires_s(file: CertificateFile) -> float:
     return max(ends) if file.is_ca else min(ends)
 
 
+def expires_of(certificate: bytes) -> float:
+    """Unix seconds: the expiry of a certificate in DER form."""
+    ends: datetime = _x509().load_der_x509_certificate(certificate).not_valid_after_utc
+    return ends.timestamp()
+
+
 def mistake(file: CertificateFile, now_s: float) -> str:
     """Why TLS can't work with `file`, what was expected and what to do; "" if nothing is wrong. Blocks."""
     try:

@@ -45,6 +45,11 @@ class Client:
         return self._said[what].get(timeout=WAIT_S)
 
     @property
+    def has_message(self) -> bool:
+        """One has come that nobody has waited for."""
+        return not self._said["message"].empty()
+
+    @property
     def has_lost_connection(self) -> bool:
         """At any time: paho connects again by itself."""
         return not self._said["disconnect"].empty()

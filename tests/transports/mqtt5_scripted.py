@@ -1,4 +1,5 @@
-"""An MQTT 5 broker with knobs, for what no real broker does on command. QoS 0 and 1, sessions, no retained messages.
+"""An MQTT 5 broker with knobs, for what no real broker does on command. QoS 0 and 1, sessions, no retained messages; of
+QoS 2 the PUBLISH.
 
 async with serving(ScriptedBroker(Knobs(overlap=Overlap.EACH_OWN_ID))) as broker: ... broker.port
 
@@ -25,6 +26,7 @@ DEADLINE_S: Final = 20
 DISCONNECT: Final = 0xE0
 PUBLISH: Final = 0x30
 PUBACK: Final = 0x40
+PUBREC: Final = 0x50
 NOBODY: Final = 0x10
 IDENTIFIER_IN_USE: Final = 0x91
 QUOTA_EXCEEDED: Final = 0x97
@@ -65,6 +67,7 @@ class Knobs:
     # packet identifiers of its own messages in flight are refused in SUBSCRIBE with 0x91 (mochi has one space for both)
     confuses_identifiers: bool = False
     tells_nobody: bool = False  # PUBACK 0x10
+    waits_for_release: bool = True  # passes a message of QoS 2 on after PUBREL, which it does not understand
     disconnects_on: str = ""  # a SUBSCRIBE to a filter with this prefix closes the connection, no DISCONNECT
     overlap: Overlap = Overlap.ONE_ALL_IDS
     # the next messages are sent when all that were sent have been acknowledged (HiveMQ polls a session's queue so)
@@ -265,14 +268,16 @@ class ScriptedBroker:
             connection.end(TOPIC_NAME_INVALID if is_topic_bad else PACKET_TOO_LARGE)
             return
         reason, why = knobs.puback(topic)
-        if reason < 0x80:
+        is_second = first & 0x06 == 0x04  # QoS 2
+        if reason < 0x80 and not (is_second and knobs.waits_for_release):
             sessions = [one for one in list(self.sessions.values()) if one is not connection.session]
             heard = [one.forward(topic, publish.properties, publish.payload, knobs) for one in sessions]
             if knobs.tells_nobody and not any(heard):
                 reason = NOBODY
         if publish.packet_id:
             properties = _packed(PacketTypes.PUBACK, {"ReasonString": why} if why else {})
-            connection.write(packet(PUBACK, publish.packet_id.to_bytes(2, "big") + bytes((reason,)) + properties))
+            kind = PUBREC if is_second else PUBACK
+            connection.write(packet(kind, publish.packet_id.to_bytes(2, "big") + bytes((reason,)) + properties))
 
     def _on_subscribe(self, connection: _Connection, body: bytes) -> None:
         knobs, filters = self.knobs, connection.session.filters

@@ -6,6 +6,7 @@ transport.py -> window.py     send, answered by PUBACK      mapping.py  UMessage
              -> losses.py     messages that the broker has lost
              -> link.py       keeps a connection up -> connection.py  TCP, TLS, packets -> broker
                                                        websocket.py   the same over WebSocket
+probe.py   what can be found out at a broker before a streamer runs
 config.py  settings    reasons.py  reason codes -> UCode
 """
 

@@ -151,6 +151,11 @@ class Connection(asyncio.BufferedProtocol):
                 self._due_end, self.delivered_s = self._written_bytes, self._written_s
 
     @property
+    def tls(self) -> ssl.SSLObject | None:
+        """The state of TLS; None without it, or without a connection."""
+        return self._transport.get_extra_info("ssl_object") if self._transport is not None else None
+
+    @property
     def hung_up(self) -> OSError | None:
         """How the broker has ended the connection; None if it is open, the network is away, or another client has taken
         our session over."""

@@ -258,17 +258,16 @@ class Link:
     async def _connect(self) -> Connection:
         """One attempt, from the socket to the user's `up`. Raises UStatusError for any failure; nothing is left open
         then."""
-        config, timeout_s, is_in = self._config, self._config.connect_timeout_ms / 1000, False
+        config, is_in = self._config, False
         packet_bytes_max = min(self.wire_bytes_max + BROKER_ADDS_BYTES, wire.PACKET_BYTES_MAX)
         try:
-            context = await asyncio.to_thread(self._tls.current) if self._tls is not None else None
-            password = await asyncio.to_thread(_password, config) if config.username is not None else None
+            context, password = await self.secrets()
             self.connection = connection = Connection(self._user, packet_bytes_max, config.keep_alive_s)
-            await self._dialler.dial(connection, context, timeout_s)
+            await self.dial(connection, context)
             login = packets.connect(
                 config, self._client_id, password, clean_start=self._clean_start, packet_bytes_max=packet_bytes_max
             )
-            welcome = await self._log_in(connection, login, timeout_s)
+            welcome = await self.log_in(connection, login)
             if welcome.reason >= reasons.FAILURE_MIN:
                 raise reasons.refused("the login", welcome.reason, welcome.properties)
             self._check(welcome)
@@ -291,11 +290,21 @@ class Link:
             raise failure from error
         return connection
 
-    async def _log_in(self, connection: Connection, login: bytes, timeout_s: float) -> Welcome:
-        """Raises UNAVAILABLE if there is no answer. Most brokers that support only MQTT 3 refuse the login or hang up;
-        amqtt does neither."""
+    async def secrets(self) -> tuple[ssl.SSLContext | None, str | None]:
+        """What the files of the settings hold now: for TLS, and the password. Raises UStatusError."""
+        context = await asyncio.to_thread(self._tls.current) if self._tls is not None else None
+        config = self._config
+        return context, await asyncio.to_thread(_password, config) if config.username is not None else None
+
+    async def dial(self, connection: Connection, context: ssl.SSLContext | None) -> None:
+        """Raises as Dialler.dial."""
+        await self._dialler.dial(connection, context, self._config.connect_timeout_ms / 1000)
+
+    async def log_in(self, connection: Connection, login: bytes) -> Welcome:
+        """Send `login`, a CONNECT. Raises UNAVAILABLE if there is no answer. Most brokers that support only MQTT 3
+        refuse the login or hang up; amqtt does neither."""
         try:
-            welcome: Welcome = await connection.ask(0, login, timeout_s)
+            welcome: Welcome = await connection.ask(0, login, self._config.connect_timeout_ms / 1000)
         except OSError as failure:
             if isinstance(failure, (ssl.SSLError, Disconnected)):  # these say more
                 raise

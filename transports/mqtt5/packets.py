@@ -19,6 +19,7 @@ from transports.mqtt5 import reasons, wire
 from transports.mqtt5.config import Mqtt5Config
 
 CONNACK: Final = 0x20
+PUBREC: Final = 0x50
 PUBREL: Final = 0x60
 SUBACK: Final = 0x90
 UNSUBACK: Final = 0xB0
@@ -106,6 +107,12 @@ def unsubscribe(packet_id: int, topic_filter: str) -> bytes:
     return _packet(0xA2, packet_id.to_bytes(2, "big") + b"\x00" + wire.text(topic_filter))
 
 
+def publish(packet_id: int, topic: str, payload: bytes, qos: int) -> bytes:
+    """A message without properties of uProtocol, which the broker keeps for a second at most."""
+    expiry = b"\x05\x02" + (1).to_bytes(4, "big")
+    return _packet(wire.PUBLISH | qos << 1, wire.text(topic) + packet_id.to_bytes(2, "big") + expiry + payload)
+
+
 def disconnect(properties: dict[str, int]) -> bytes:
     return _packet(DISCONNECT, b"\x00" + _properties(PacketTypes.DISCONNECT, properties))
 
@@ -127,6 +134,12 @@ def read_answer(kind: int, body: bytes) -> tuple[int, Answer]:
             raise ValueError("expected a packet id of 1 to 65535, got 0")
         properties, end = _unpacked(body, 2)
         return packet_id, Answer(body[end], properties)
+
+
+def read_pubrec(body: bytes) -> tuple[int, Answer]:
+    """The packet id of a PUBREC, and its reason code."""
+    with _reading("PUBREC"):
+        return body[0] << 8 | body[1], Answer(body[2] if len(body) > 2 else 0, {})
 
 
 def read_disconnect(body: bytes) -> Answer:

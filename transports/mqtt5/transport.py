@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from transports.mqtt5.link import HANGS_UP, Link
 from transports.mqtt5.losses import DROPPED_TOPIC, Losses
 from transports.mqtt5.mapping import Mapping, Mode
 from transports.mqtt5.packets import Welcome
+from transports.mqtt5.probe import BrokerProbe
 from transports.mqtt5.reasons import RefusedError
 from transports.mqtt5.receiving import PublishReceiver
 from transports.mqtt5.session import Session
@@ -37,7 +38,7 @@ from uprotocol import attributes as attrs
 from uprotocol.encoded import Carried
 from uprotocol.pacing import Pace
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, LocalUriProvider, LossCallback, UListener
+from uprotocol.transport import Capability, LocalUriProvider, LossCallback, ProbeRequest, ProbeResult, UListener
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -250,6 +251,16 @@ class Mqtt5Transport(TransportBase):
                     topics.append(self.address_of(attributes.sink, attributes.source))
         if topics:
             await self._receiver.answers.listen(topics, self.wire_bytes_max)
+
+    async def probe(self, asked: ProbeRequest) -> AsyncGenerator[ProbeResult, None]:
+        """See probe.py."""
+        filters = [self._mapping.topic_filter(*one) for one in asked.filters]
+        sends = [self.address_of(*one) for one in asked.sends]
+        probe = BrokerProbe(
+            self._config, self._link, self.wire_bytes_max, asked, [*dict.fromkeys(filters)], [*dict.fromkeys(sends)]
+        )
+        async for one in probe.results():
+            yield one
 
     # Listen.
 
