@@ -127,13 +127,13 @@ class RollCall(ServingThread):
             self._changed(frozenset(self._peers.values()), seen)
 
     def _find_participants(self) -> None:
-        for found in _take(self._participants):
+        for found in found_in(self._participants):
             key = found.key.bytes
-            if not _alive(found):
+            if not is_alive(found):
                 if self._participant.names.pop(key, None) is not None:
                     self._lost[key] = time.monotonic()
                 continue
-            self._participant.names[key] = _name(found.qos)
+            self._participant.names[key] = name_in(found.qos)
             lost_at = self._lost.pop(key, None)
             if lost_at is not None:
                 self.returned += 1
@@ -146,12 +146,12 @@ class RollCall(ServingThread):
 
     def _find_readers(self) -> None:
         new: dict[int, Sequence[str]] = {}
-        for found in _take(self._subscriptions):
-            if not _alive(found):
+        for found in found_in(self._subscriptions):
+            if not is_alive(found):
                 self._forget(found.key.bytes)
             elif found.topic_name == mapping.TOPIC and found.participant_key.bytes != self._own:
                 self._unannounced.append(found.key.bytes)
-                if self._judge(found, _reader_misfit):
+                if self._judge(found, reader_misfit):
                     new[found.sample_info.instance_handle] = _partitions(found.qos)
         del self._unannounced[UNANNOUNCED_MAX:]
         until = time.monotonic() + MATCH_S_MAX
@@ -159,14 +159,14 @@ class RollCall(ServingThread):
             time.sleep(MATCH_LOOK_S)
 
     def _find_peers(self) -> None:
-        for found in _take(self._publications):
-            if not _alive(found):
+        for found in found_in(self._publications):
+            if not is_alive(found):
                 self._peers.pop(found.key.bytes, None)
                 self._forget(found.key.bytes)
             elif found.topic_name == mapping.SEEN_TOPIC and found.participant_key.bytes != self._own:
                 self._peers[found.key.bytes] = found.participant_key.bytes
             elif found.topic_name == mapping.TOPIC and found.participant_key.bytes != self._own:
-                self._judge(found, _writer_misfit)
+                self._judge(found, writer_misfit)
 
     def _judge(self, found: Any, misfit: Callable[[Qos, str], str]) -> bool:
         """True if the QoS of a foreign endpoint is compatible with ours. Else log and keep it: DDS does not report
@@ -176,7 +176,7 @@ class RollCall(ServingThread):
             self._forget(key)  # QoS may change
         elif key not in self.misfits and len(self.misfits) < MISFITS_MAX:
             partitions = _partitions(found.qos)
-            one = Misfit(misfit is _writer_misfit, partitions, found.participant_key.bytes, why)
+            one = Misfit(misfit is writer_misfit, partitions, found.participant_key.bytes, why)
             self.misfits = {**self.misfits, key: one}
             self.misfits_found += 1
             log.warning(
@@ -218,7 +218,7 @@ class RollCall(ServingThread):
         delete(*self._conditions, self._seen, self._writer, self._publications, self._subscriptions, self._participants)
 
 
-def _take(reader: BuiltinDataReader) -> list[Any]:
+def found_in(reader: BuiltinDataReader) -> list[Any]:
     with binding:
         return list(reader.take(ENDPOINTS_TAKE_MAX))
 
@@ -228,11 +228,11 @@ def _partitions(qos: Qos) -> tuple[str, ...]:
     return tuple(partition.partitions) if partition is not None else ("",)
 
 
-def _alive(found: Any) -> bool:
+def is_alive(found: Any) -> bool:
     return bool(found.sample_info.valid_data and found.sample_info.instance_state == InstanceState.Alive)
 
 
-def _name(qos: Qos) -> str:
+def name_in(qos: Qos) -> str:
     """The name that a participant gives itself, such as "python3 4711 on host7, udp/10.0.0.7:7411"; "" without one."""
     properties = {policy.key: str(policy.value) for policy in qos if isinstance(policy, Policy.Property)}
     process = " ".join(filter(None, (properties.get("__ProcessName"), properties.get("__Pid"))))
@@ -240,7 +240,7 @@ def _name(qos: Qos) -> str:
     return " on ".join(filter(None, (process, host)))[:NAME_CHARS_MAX]
 
 
-def _writer_misfit(qos: Qos, type_name: str) -> str:
+def writer_misfit(qos: Qos, type_name: str) -> str:
     """Why our readers do not match such a writer; "" if they do."""
     wrong = _type_misfit(qos, type_name)
     if Policy.Reliability.BestEffort in qos:
@@ -248,7 +248,7 @@ def _writer_misfit(qos: Qos, type_name: str) -> str:
     return "; ".join(wrong)
 
 
-def _reader_misfit(qos: Qos, type_name: str) -> str:
+def reader_misfit(qos: Qos, type_name: str) -> str:
     """Why such a reader does not match our writers; "" if it does."""
     wrong = _type_misfit(qos, type_name)
     if Policy.Durability in qos and Policy.Durability.Volatile not in qos:

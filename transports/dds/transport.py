@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from transports.base import NOT_OPEN, TransportBase, on_own_thread, stopped, tel
 from transports.dds import mapping
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant, translated
+from transports.dds.probe import look_around
 from transports.dds.readers import ArrivedSample, Readers, Registrations
 from transports.dds.roll_call import RollCall, Seen
 from transports.dds.writers import Batch, WriterRoute, Writers
@@ -31,7 +32,7 @@ from uprotocol.cache import Cache
 from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, HeardCallback, LocalUriProvider, UListener
+from uprotocol.transport import Capability, HeardCallback, LocalUriProvider, ProbeRequest, ProbeResult, UListener
 from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -183,6 +184,11 @@ class DdsTransport(TransportBase):
             self._end(session)
             raise
         self.set_connected(True)
+
+    async def probe(self, asked: ProbeRequest) -> AsyncGenerator[ProbeResult, None]:
+        """See probe.py."""
+        for one in await on_own_thread("dds-probe", lambda: look_around(self._config), lambda _: None):
+            yield one
 
     async def close(self) -> None:
         if self._following is not None:

@@ -6,6 +6,7 @@ sender.py     the thread that puts, and the flush behind what was put
 mapping.py    UMessage <-> key and attachment, pure
 config.py     settings -> a linked session
 presence.py   whether anybody listens to a publish, as far as Zenoh knows
+probe.py      what can be found out before a streamer runs
 threads.py    keeps the interpreter's state of threads that Python did not start and that call it often
 """
 

@@ -20,7 +20,7 @@ import contextlib
 import ssl
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -31,7 +31,7 @@ from zenoh.handlers import Callback
 from transports.base import NOT_OPEN, OK, ROUTES_CACHED_MAX, TransportBase, on_own_thread, stopped, tell
 from transports.certificates import TlsFiles
 from transports.listeners import Filter
-from transports.zenoh import mapping
+from transports.zenoh import mapping, probe
 from transports.zenoh.config import ZenohConfig, linked
 from transports.zenoh.presence import HeardNews
 from transports.zenoh.receiver import Receiver
@@ -42,7 +42,7 @@ from uprotocol.cache import Cache
 from uprotocol.encoded import Carried
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, HeardCallback, LocalUriProvider, UListener
+from uprotocol.transport import Capability, HeardCallback, LocalUriProvider, ProbeRequest, ProbeResult, UListener
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -401,6 +401,11 @@ class ZenohTransport(TransportBase):
             _close(session)
             raise
         return session
+
+    async def probe(self, asked: ProbeRequest) -> AsyncGenerator[ProbeResult, None]:
+        """See probe.py."""
+        async for one in probe.results(self._config, asked, self.wire_bytes_max):
+            yield one
 
     async def close(self) -> None:
         """Stop listening, let listeners take what has arrived and peers read what was sent, and close the session.
