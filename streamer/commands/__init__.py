@@ -2,6 +2,7 @@
 
 cli        all commands, main                         run      run, usubscription: processes that serve until a signal
 terminal   printing, errors, exit codes               check    checks a configuration and the files that it names
+connect    tries the networks of a configuration
 options    shared options, networks                   client   subscribe, publish, call, replay, demo
 backup  cursors  history  letters  operating    the data that a streamer stores
 cursors  history  operating    the data that a streamer stores

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import typer
 from pydantic import BaseModel
 
 from history.file.retention import disk_limit
@@ -28,7 +29,7 @@ from streamer.recovery.source import SOURCES
 from transports import certificates
 from transports import plugin as plugins
 from transports.certificates import CertificateFile
-from uprotocol.status import UStatusError
+from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -36,18 +37,43 @@ from uprotocol.v1.ucode_pb2 import UCode
 SECRET: Final = re.compile(r"key|password|credential|secret|token")
 
 
-def check(config: ConfigFile, as_json: AsJson = False) -> None:
+def check(
+    config: ConfigFile,
+    connect: Annotated[
+        bool,
+        typer.Option(
+            "--connect", help="Try its networks: a line for each finding. Does not disturb a streamer that runs."
+        ),
+    ] = False,
+    take_over: Annotated[
+        bool,
+        typer.Option("--take-over", help="With --connect: log in with the streamer's own client_id, unless it runs."),
+    ] = False,
+    timeout: Annotated[float, typer.Option(min=0.1, help="With --connect: seconds for each endpoint.")] = 10,
+    as_json: AsJson = False,
+) -> None:
     """Check a streamer's TOML file: print every mistake with its line, and every file named there that can't be used.
+    With --connect, check its networks as well: ok, FAIL, or ? for what can't be known. Exit code 1 if one says FAIL.
 
     Example: [bold]up-streamer check --config vehicle.toml[/]
+
+    Example: [bold]up-streamer check --config vehicle.toml --connect[/]
     """
     from streamer.parts import endpoints_of, notes_of, reserve_of, rule_of, too_small_note
 
+    if take_over and not connect:
+        raise invalid("--take-over says how --connect goes about it: give both")
     with terminal.errors(terminal.EXIT_CONFIG):
         loaded = configs.load(config)
         check_extra(loaded)
     found = usable_files(loaded, config)
     made = asyncio.run(_make_transports(loaded))
+    if connect:
+        from streamer.commands.connect import check_connections
+
+        if not check_connections(loaded, made, take_over=take_over, timeout_s=timeout, as_json=as_json):
+            raise typer.Exit(terminal.EXIT_FAILED)
+        return
     endpoints = endpoints_of(loaded, made)
     following = notes_of(loaded, endpoints, map(rule_of, loaded.rules))
     disk = too_small_note(loaded, disk_limit(loaded.streamer.data_dir / LOG_NAME, reserve_of(loaded)))

@@ -431,7 +431,7 @@ class EndpointFilters:
         old = self._fixed
         if self._made_for != (rules, can_list):
             covers = self._covers
-            self._fixed = self._make_fixed(all_publishes=not can_list)
+            self._fixed = self.make_fixed(all_publishes=not can_list)
             if self._made_for is None or self._made_for[0] != rules or self._covers != covers:
                 topics = None
             self._made_for = rules, can_list
@@ -448,7 +448,7 @@ class EndpointFilters:
                 self._due.pop(key, None)
                 self._due[key] = None
 
-    def _make_fixed(self, *, all_publishes: bool) -> dict[FilterKey, EndpointFilter]:
+    def make_fixed(self, *, all_publishes: bool) -> dict[FilterKey, EndpointFilter]:
         """Returns the fixed filters, without those that another one covers, since a network may deliver once for each
         filter. `all_publishes`: a uSubscription can't list topics, so listen to every publish."""
         peers = [self._view.endpoints[name] for name in self._view.rules.egresses(self._endpoint.name)]

@@ -174,7 +174,7 @@ def planned(plan: Any) -> Any:
 def expected_filters(streamer: Streamer, ingress: Ingress) -> set[Any]:
     """By the rule for each topic, with every cover held against it."""
     filters = streamer.networks[ingress.endpoint.name].filters
-    fixed = filters._make_fixed(all_publishes=not streamer.interest.can_list)
+    fixed = filters.make_fixed(all_publishes=not streamer.interest.can_list)
     covers = [source for source, sink in fixed.values() if sink is None and uris.has_wildcard(source)]
     wanted = [
         topic
