@@ -226,6 +226,7 @@ class ChangeableAssembly(ReportingAssembly):
         self.express.remove_endpoint(name)
         self.networks.remove_endpoint(name)
         self.states.remove_endpoint(name)
+        self.meters.remove_endpoint(endpoint)
         self.ledger.remove_endpoint(name)
 
     def _remove_pumps(self, attached: Attached) -> None:
@@ -235,6 +236,7 @@ class ChangeableAssembly(ReportingAssembly):
         for pump in attached.pumps:
             pump.close()
             self.pumps.remove(pump)
+            self.meters.remove_pump(pump)
         self.handovers.remove_endpoint(attached.endpoint.name)
         self.certificates.remove(attached.endpoint.name)
 

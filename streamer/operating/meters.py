@@ -53,18 +53,22 @@ class Lags:
 
     async def look(self, positions: Iterable[tuple[Pump | Log, Log, int]]) -> None:
         """Reads what is not in memory. `positions`: whose they are, in which log, and after which seq."""
-        known, self._on_disk = self._on_disk, {}
+        fresh = dict[Pump | Log, tuple[int, int]]()
         for owner, log, after in positions:
             if log.tail(after) is not None:
                 continue
-            found = known.get(owner, (-1, 0))
+            found = self._on_disk.get(owner, (-1, 0))
             if found[0] != after:
                 try:
                     (appended_ms,) = await log.times_of([max(after + 1, log.oldest_seq)])
                 except UStatusError:  # the pump can't read it either, and says so
                     continue
                 found = after, appended_ms
-            self._on_disk[owner] = found
+            fresh[owner] = found
+        self._on_disk = fresh
+
+    def forget(self, owner: Pump | Log) -> None:
+        self._on_disk.pop(owner, None)
 
     def appended_ms(self, owner: Pump | Log, log: Log, after: int) -> int:
         """Returns Unix milliseconds; 0: there is no record behind `after`, or its time is not known yet."""
@@ -106,8 +110,8 @@ class Meters:
 
     def count(self) -> None:
         """Brings all meters up to date."""
-        now_s, now_ms, endpoints = self.now_s(), self._now_ms(), set(self._endpoints)
-        for endpoint in endpoints:
+        now_s, now_ms = self.now_s(), self._now_ms()
+        for endpoint in self._endpoints:
             for meters, count in ((self._received, endpoint.received), (self._forwarded, endpoint.forwarded)):
                 self._of(meters, endpoint, now_s).look(count, now_s, now_ms)
             for origin, count in endpoint.forwarded_from.items():
@@ -117,11 +121,15 @@ class Meters:
                 self._flows[key].look(count, now_s, now_ms)
         for log in self._logs:
             self._count_commits(log)
+
+    def remove_endpoint(self, endpoint: Endpoint) -> None:
         for meters in (self._received, self._forwarded):
-            for gone in meters.keys() - endpoints:
-                del meters[gone]
-        for key in [key for key in self._flows if key[1] not in endpoints]:
+            meters.pop(endpoint, None)
+        for key in [key for key in self._flows if endpoint in key]:
             del self._flows[key]
+
+    def remove_pump(self, pump: Pump) -> None:
+        self._lags.forget(pump)
 
     def _count_commits(self, log: Log) -> None:
         while log.durations:  # the writer's thread appends meanwhile
@@ -137,16 +145,16 @@ class Meters:
 
     def received(self, endpoint: Endpoint) -> tuple[float, int]:
         """Returns messages per second, and when the last one came (Unix milliseconds; 0: none has)."""
-        return self._told(self._received.get(endpoint))
+        return self._rate_and_time(self._received.get(endpoint))
 
     def forwarded(self, endpoint: Endpoint) -> tuple[float, int]:
         """Returns messages per second, and when the last one left."""
-        return self._told(self._forwarded.get(endpoint))
+        return self._rate_and_time(self._forwarded.get(endpoint))
 
     def flow_per_s(self, origin: str, to: Endpoint) -> float:
-        return self._told(self._flows.get((origin, to)))[0]
+        return self._rate_and_time(self._flows.get((origin, to)))[0]
 
-    def _told(self, meter: Meter | None) -> tuple[float, int]:
+    def _rate_and_time(self, meter: Meter | None) -> tuple[float, int]:
         return (0.0, 0) if meter is None else (meter.per_s(self.now_s()), meter.rose_ms)
 
     def lag_s(self, pump: Pump) -> float:

@@ -32,11 +32,11 @@ LISTED_MAX: Final = 300  # of pauses, histories that are followed, and so on
 StateName = Literal["ready", "degraded", "not ready"]
 
 
-class _Told(BaseModel):
+class _Reported(BaseModel):
     model_config = ConfigDict(extra="forbid", serialize_by_alias=True, json_schema_serialization_defaults_required=True)
 
 
-class HeldAddress(_Told):
+class HeldAddress(_Reported):
     """An address whose messages wait while everything else goes on."""
 
     address: str
@@ -48,7 +48,7 @@ class HeldAddress(_Told):
     text: str = Field(description="the answer of the network")
 
 
-class EndpointStatus(_Told):
+class EndpointStatus(_Reported):
     name: str
     transport: str
     authorities: list[str]
@@ -76,7 +76,7 @@ class EndpointStatus(_Told):
     dropped: dict[str, int] = Field(default={}, description="messages since the start, by reason")
 
 
-class FlowStatus(_Told):
+class FlowStatus(_Reported):
     """What one endpoint sends to another."""
 
     from_: str = Field(alias="from", description="the endpoint that has the source; empty: unknown by now")
@@ -86,7 +86,7 @@ class FlowStatus(_Told):
     forwarded: int = Field(description="messages since the start")
 
 
-class LogStatus(_Told):
+class LogStatus(_Reported):
     name: str
     oldest_seq: int = Field(description="0: it has no record")
     newest_seq: int
@@ -95,44 +95,44 @@ class LogStatus(_Told):
     oldest: str | None = Field(description="when its oldest record came, RFC 3339; null: it has none, or not known yet")
 
 
-class DiskStatus(_Told):
+class DiskStatus(_Reported):
     free_bytes: int = 0
     reserve_bytes: int = Field(default=0, description="space that is kept for a full disk")
     log_limit_bytes: int = Field(default=0, description="of all files of the durable log")
 
 
-class LettersStatus(_Told):
+class LettersStatus(_Reported):
     stored: int = 0
     total: int = Field(default=0, description="since the start, also those that were not stored")
     by_code: dict[str, int] = Field(default={}, description="the same, by code")
 
 
-class PauseStatus(_Told):
+class PauseStatus(_Reported):
     topic: str
     peer: str
 
 
-class FollowStatus(_Told):
+class FollowStatus(_Reported):
     endpoint: str
     service: str
     state: Literal["handed_over", "beside_copies", "away"]
     trouble: str
 
 
-class EpochsStatus(_Told):
+class EpochsStatus(_Reported):
     group: str
     open: int
     ended: int = Field(description="since the start")
     incomplete: int = Field(description="of these")
 
 
-class CertificateStatus(_Told):
+class CertificateStatus(_Reported):
     endpoint: str = Field(description="empty: the admin port; [http]: the HTTP edge")
     setting: str
     expires: str = Field(description="RFC 3339")
 
 
-class StreamerStatus(_Told):
+class StreamerStatus(_Reported):
     """The status of a streamer. Times are RFC 3339 in UTC; counts begin with its start."""
 
     version: str

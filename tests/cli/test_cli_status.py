@@ -108,7 +108,7 @@ def status(file: Path, *options: str) -> Result:
 
 
 @pytest.mark.slow
-def test_a_running_streamer_is_told_as_lines_json_and_one_endpoint(file: Path, running: subprocess.Popen[str]) -> None:
+def test_the_status_is_printed_as_lines_as_json_and_of_one_endpoint(file: Path, running: subprocess.Popen[str]) -> None:
     found = status(file)
     assert found.exit_code == 0, found.output
     first, *_ = found.stdout.splitlines()

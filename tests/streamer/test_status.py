@@ -41,7 +41,7 @@ TWO = {"vehicle": "", "cloud": "none"}
 SUBSCRIBED = {uris.format(SPEED): ["//cloud/9001/1/0"]}
 
 
-async def told(world: World) -> dict[str, Any]:
+async def status_of(world: World) -> dict[str, Any]:
     """The answer of the operation, which fits its schema."""
     answer = await world.streamer.operations.answer("status", {})
     return fitting(answer)
@@ -97,7 +97,7 @@ async def test_a_running_streamer_tells_what_it_is_and_what_went_from_where_to_w
     make_world: MakeWorld, publish: Publish
 ) -> None:
     world, _, _ = await crossing(make_world, publish, 10)
-    answer = await told(world)
+    answer = await status_of(world)
     assert (answer["state"], answer["reason"], answer["problems"]) == ("ready", "", [])
     assert answer["authority"] == "vehicle1"
     assert (answer["version"], answer["core"]) == build()[:2]
@@ -128,7 +128,7 @@ async def test_requests_and_their_answers_are_flows_too(make_world: MakeWorld) -
     )
     await heard.until(lambda: heard.messages, "the request")
     await world.until(lambda: world.streamer.endpoints["cloud"].forwarded)
-    flows = {(one["from"], one["to"]): one["forwarded"] for one in (await told(world))["flows"]}
+    flows = {(one["from"], one["to"]): one["forwarded"] for one in (await status_of(world))["flows"]}
     assert flows["vehicle", "cloud"] == 1
 
 
@@ -141,7 +141,7 @@ async def test_a_peer_that_is_away_lags_by_the_age_of_the_first_record_it_lacks(
     before_ms = uuids.now_ms()
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(5, 12)])
     await world.until(lambda: world.streamer.logs.durable.newest_seq == 12)
-    answer = await told(world)
+    answer = await status_of(world)
     cloud = of(answer, "cloud")
     assert (answer["state"], answer["reason"]) == ("not ready", "endpoint cloud: its network is away")
     assert (cloud["state"], cloud["connected"], cloud["lag_records"], cloud["waiting"]) == ("not ready", False, 7, 7)
@@ -150,12 +150,12 @@ async def test_a_peer_that_is_away_lags_by_the_age_of_the_first_record_it_lacks(
     assert now["backlog", ("cloud", "durable")] == 7
     ahead_ms = uuids.now_ms() + 90_000
     world.streamer.meters._now_ms = lambda: ahead_ms
-    assert of(await told(world), "cloud")["lag_s"] == pytest.approx(90, abs=5)
+    assert of(await status_of(world), "cloud")["lag_s"] == pytest.approx(90, abs=5)
     assert samples(world)["lag_seconds", ("cloud", "durable")] == pytest.approx(90, abs=5)
     mend(world)
     await heard.until(lambda: len(heard.messages) == 12, "what has waited")
     await world.until(lambda: not world.streamer.attached["cloud"].pumps[0].backlog)
-    assert of(await told(world), "cloud")["lag_s"] == 0
+    assert of(await status_of(world), "cloud")["lag_s"] == 0
 
 
 async def test_the_age_of_a_record_that_is_only_on_disk_is_read_there(make_world: MakeWorld, publish: Publish) -> None:
@@ -174,7 +174,7 @@ async def test_the_age_of_a_record_that_is_only_on_disk_is_read_there(make_world
     assert world.streamer.meters.lag_s(pump) == pytest.approx(3_600, abs=60)
 
 
-async def test_held_addresses_are_told_with_their_reason_and_pauses_with_their_peer(
+async def test_held_addresses_are_there_with_their_reason_and_pauses_with_their_peer(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(holds, "RETRY_S_MIN", 0.05)
@@ -184,7 +184,7 @@ async def test_held_addresses_are_told_with_their_reason_and_pauses_with_their_p
     held = world.streamer.attached["cloud"].pumps[0].address_holds
     await world.until(lambda: sum(one.records for one in held.values()) == 4)
     await world.streamer.paused.pause(uris.parse("//vehicle1/1/1/8002"), "cloud")
-    answer = await told(world)
+    answer = await status_of(world)
     cloud = of(answer, "cloud")
     (one,) = cloud["held"]
     assert (one["reason"], one["records"], cloud["held_count"]) == ("refused", 4, 1)
