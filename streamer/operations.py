@@ -44,7 +44,7 @@ def operations_of(streamer: ChangeableAssembly, reloader: Reloader) -> Operation
     return Operations(
         {
             **letter_operations(streamer.dead_letters, resender),
-            **pause_operations(streamer.paused),
+            **pause_operations(streamer.paused, lambda *way: streamer.rules.between(*way) is not None),
             **reloader.operations(),
             **reading_operations(streamer.interest, streamer.logs),
             "backup": backups.operation(),

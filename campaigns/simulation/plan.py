@@ -399,17 +399,17 @@ class Plan:
         await self._with_config(config)
 
     async def _pause(self) -> None:
-        """One topic is not dispatched to the cloud for a while, perhaps over a restart of the gateway."""
+        """A topic, everything, or a rule is not dispatched to the cloud for a while, perhaps over a restart of the
+        gateway."""
         dice, streamer = self._dice, self._v.streamer
         if streamer is None:
             return
-        topic, peer = (
-            uris.parse(dice.choice(("//vin1/8001/1/8001", "//*/FFFFFFFF/FF/FFFF"))),
-            list(streamer.endpoints)[2].name,
-        )
+        names = [one.name for one in streamer.endpoints]
+        topic, peer = uris.parse(dice.choice(("//vin1/8001/1/8001", "//*/FFFFFFFF/FF/FFFF"))), names[2]
+        origin = dice.choice(("", "", *names[:2]))
         self._world.checker.disturbed_from("pause")
         with contextlib.suppress(UStatusError):  # it was killed meanwhile
-            await streamer.paused.pause(topic, peer)
+            await streamer.paused.pause(topic, peer, origin)
         await self._some(4.0)
         match dice.randrange(4):
             case 0:
@@ -430,7 +430,7 @@ class Plan:
                 break
             with contextlib.suppress(UStatusError):
                 for pause in list(streamer.paused) if streamer is not None else ():
-                    await streamer.paused.resume(uris.parse(pause.topic), pause.peer)
+                    await streamer.paused.resume(uris.parse(pause.topic), pause.peer, pause.origin)
             await asyncio.sleep(0.5)
         self._world.checker.disturbed_until("pause")
 

@@ -90,7 +90,7 @@ def check(
         waits = f"[bold red]{records} records wait for endpoint {name!r}[/]"
         terminal.out.print(f"{waits}, which this file does not have")
     for pause in paused:
-        terminal.out.print(f"paused: {pause.topic} to {pause.peer}", markup=False)
+        terminal.out.print(f"paused: {pause}", markup=False)
     terminal.out.print(f"{config} has no mistakes", markup=False)
 
 
@@ -188,7 +188,7 @@ def _as_dict(config: Config, notes: list[str], paused: list[pauses.Pause]) -> di
         "epochs": [one.model_dump() for one in config.epochs],
         "unclaimed": _unclaimed(config),
         "notes": notes,
-        "paused": [one._asdict() for one in paused],
+        "paused": [one.as_dict() for one in paused],
     }
 
 

@@ -18,60 +18,107 @@ from streamer.commands.options import uri as uri_of
 from streamer.commands.terminal import Misuse
 from streamer.config import Config
 from streamer.egress import paused as pauses
+from streamer.egress.paused import Pause
 from streamer.operating import control
 from streamer.operations import VEHICLES_MAX
 from uprotocol import uri as uris
-from uprotocol.status import invalid
+from uprotocol.status import UStatusError, invalid
+from uprotocol.v1.ucode_pb2 import UCode
 
 Topic = Annotated[
-    str, typer.Argument(help="A pattern of topics: resource FFFF for all of an entity, authority * for all.")
+    str | None, typer.Argument(help="A pattern of topics: resource FFFF for all of an entity, authority * for all.")
 ]
 Peer = Annotated[
-    str,
+    str | None,
     typer.Argument(
         help="The endpoint for which they are paused, or an authority behind one.", autocompletion=endpoints
     ),
 ]
+Whole = Annotated[
+    str | None, typer.Option("--endpoint", "-e", help="Everything for this endpoint.", autocompletion=endpoints)
+]
+Way = Annotated[
+    str | None, typer.Option("--rule", metavar="FROM:TO", help="Everything that one endpoint sends to another.")
+]
 
 
-def pause(topic: Topic, peer: Peer, at: DataDir, as_json: AsJson = False) -> None:
-    """Stop dispatching a topic to a peer: its records wait in the log, also over restarts, until it is resumed. The
-    streamer may run or be stopped.
+def pause(
+    at: DataDir,
+    topic: Topic = None,
+    peer: Peer = None,
+    endpoint: Whole = None,
+    rule: Way = None,
+    as_json: AsJson = False,
+) -> None:
+    """Stop dispatching a topic to a peer, everything to an endpoint, or everything of a rule: the records wait in the
+    log, also over restarts, until it is resumed. Requests and responses go on. The streamer may run or be stopped.
 
     Example: [bold]up-streamer pause //vehicle1/8001/1/8001 cloud --config vehicle.toml[/]
     """
-    _control("pause", topic, peer, at, as_json)
+    _control("pause", at, _pause_of(topic, peer, endpoint, rule), as_json)
 
 
-def resume(topic: Topic, peer: Peer, at: DataDir, as_json: AsJson = False) -> None:
-    """Dispatch a topic again, beginning with the records that wait. The pattern ends each pause that it covers.
+def resume(
+    at: DataDir,
+    topic: Topic = None,
+    peer: Peer = None,
+    endpoint: Whole = None,
+    rule: Way = None,
+    as_json: AsJson = False,
+) -> None:
+    """Dispatch again, beginning with the records that wait. A pattern ends each pause that it covers; --endpoint all
+    pauses toward it but those of rules.
 
-    Example: [bold]up-streamer resume //vehicle1/8001/1/FFFF cloud --config vehicle.toml[/]
+    Example: [bold]up-streamer resume --endpoint cloud --config vehicle.toml[/]
     """
-    _control("resume", topic, peer, at, as_json)
+    _control("resume", at, _pause_of(topic, peer, endpoint, rule), as_json)
+
+
+def _pause_of(topic: str | None, peer: str | None, endpoint: str | None, rule: str | None) -> Pause:
+    """Returns what the arguments name. Raises Misuse unless it is one thing."""
+    match topic, peer, endpoint, rule:
+        case str(), str(), None, None:
+            return Pause(uris.format(uri_of(topic)), peer)
+        case None, None, str(), None:
+            return Pause(uris.format(uris.ANY), endpoint)
+        case None, None, None, str() if rule.count(":") == 1 and all(rule.split(":")):
+            origin, peer = rule.split(":")
+            return Pause(uris.format(uris.ANY), peer, origin)
+    raise Misuse("say what: TOPIC PEER, or --endpoint NAME, or --rule FROM:TO")
 
 
 def paused(at: DataDir, as_json: AsJson = False) -> None:
-    """Show which topics are paused, and for whom.
+    """Show which topics, endpoints and rules are paused.
 
     Example: [bold]up-streamer paused --config vehicle.toml[/]
     """
-    _control("paused", "", "", at, as_json)
+    _control("paused", at, None, as_json)
 
 
-def _control(do: str, topic: str, peer: str, at: DataDir, as_json: bool) -> None:
-    if topic:
-        uri_of(topic)
+def _control(do: str, at: DataDir, one: Pause | None, as_json: bool) -> None:
     config = load(at.config) if at.config is not None else None
-    if do == "pause" and config is not None and control.call(at.path, "paused") is None:
-        _require_peer(config, peer)  # the streamer itself does it while it runs
-    found = control.ask(at.path, do, topic, peer, config.authority if config is not None else "")
+    if one is not None and do == "pause" and config is not None and control.call(at.path, "paused") is None:
+        _require(config, one)  # the streamer itself does it while it runs
+    topic, peer, origin = one or ("", "", "")
+    found = control.ask(at.path, do, topic, peer, config.authority if config is not None else "", origin)
     if do == "resume" and not as_json:
-        terminal.out.print(f"resumed: {topic} to {peer}", markup=False)
-    for one in found:
-        terminal.tell(as_json, one._asdict(), f"paused: {one.topic} to {one.peer}")
+        terminal.out.print(f"resumed: {one}", markup=False)
+    for pause in found:
+        terminal.tell(as_json, pause.as_dict(), f"paused: {pause}")
     if not found and not as_json:
         terminal.out.print("nothing is paused")
+
+
+def _require(config: Config, one: Pause) -> None:
+    """Raises NOT_FOUND if the configuration lacks the peer, or the rule."""
+    from streamer.parts import rule_of
+
+    names = [section.name for section in config.endpoint]
+    if one.peer not in names and not any(uris.is_one_of(one.peer, section.authorities) for section in config.endpoint):
+        raise pauses.unknown_peer(one.peer, names)
+    ways = {(rule.ingress, rule.egress) for rule in map(rule_of, config.rules)}
+    if one.origin and (one.origin, one.peer) not in ways:
+        raise UStatusError(UCode.NOT_FOUND, f"there is no rule from {one.origin!r} to {one.peer!r}")
 
 
 def reload(
@@ -87,12 +134,6 @@ def reload(
     done = "ok: these changes are possible" if dry_run else "ok: reloaded"
     lines = [*answer["changes"], done] if answer["changes"] else ["ok: nothing has changed in the file"]
     terminal.tell(as_json, answer, "\n".join(lines))
-
-
-def _require_peer(config: Config, peer: str) -> None:
-    names = [section.name for section in config.endpoint]
-    if peer not in names and not any(uris.is_one_of(peer, section.authorities) for section in config.endpoint):
-        raise pauses.unknown_peer(peer, names)
 
 
 def vehicles(

@@ -1,4 +1,5 @@
-"""Topics that an operator has paused toward a peer: their records are not dispatched, but wait in the log.
+"""What an operator has paused: records are not dispatched to a peer, but wait in the log. A pause holds topics,
+everything for the peer, or everything that one endpoint sends there (a rule).
 
 pause, resume -> FILE -> in force: `version` rises -> view: a paused topic is open -> pumps hold it (holds.py), also
                                                                                       what they have read ahead
@@ -30,28 +31,47 @@ from uprotocol.v1.uri_pb2 import UUri
 FILE: Final = "paused.json"  # in a data_dir
 PAUSES_MAX: Final = 256  # each is compared with each topic whenever something changes
 PEER_LENGTH_MAX: Final = 128  # characters: as long as an authority may be
-_PAUSES: Final = TypeAdapter(list[tuple[str, str]])  # topic, peer
+# topic, peer, and origin if there is one: versions before 0.2 read a file without origins, and refuse one with them
+_PAUSES: Final = TypeAdapter(list[tuple[str, str] | tuple[str, str, str]])
+_ALL: Final = uris.format(uris.ANY)
 _BYTES_MAX: Final = 256 << 10  # several times PAUSES_MAX entries of some 300 bytes
 
 log = structlog.get_logger()
 
 
 class Pause(NamedTuple):
-    """A pattern of topics, as text, and the peer that does not get them: an endpoint or an authority behind one."""
+    """A pattern of topics, as text, and the peer that does not get them: an endpoint or an authority behind one.
+    `origin`: only what is published on this endpoint's network; "": on any."""
 
     topic: str
     peer: str
+    origin: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        return {"topic": self.topic, "peer": self.peer} | ({"from": self.origin} if self.origin else {})
+
+    def __str__(self) -> str:
+        what = "everything" if self.topic == _ALL else self.topic
+        return f"{what} from {self.origin} to {self.peer}" if self.origin else f"{what} to {self.peer}"
 
 
-def file_of(path: Path, disk: Disk = REAL_DISK) -> SavedFile[list[tuple[str, str]]]:
+PauseFile = SavedFile[list[tuple[str, str] | tuple[str, str, str]]]
+
+
+def file_of(path: Path, disk: Disk = REAL_DISK) -> PauseFile:
     """Returns the file that keeps the pauses."""
     return SavedFile(path, _PAUSES, _BYTES_MAX, disk)
 
 
-def read(file: SavedFile[list[tuple[str, str]]]) -> list[Pause]:
+def save(file: PauseFile, pauses: Iterable[Pause]) -> None:
+    """Replace the pauses in the file. Raises as SavedFile.save."""
+    file.save([(one.topic, one.peer, one.origin) if one.origin else (one.topic, one.peer) for one in sorted(pauses)])
+
+
+def read(file: PauseFile) -> list[Pause]:
     """Returns the pauses in the file; none if there is no file. Raises FAILED_PRECONDITION if it can't be read."""
     try:
-        found = [Pause(uris.format(uris.parse(topic)), peer) for topic, peer in file.load() or ()]
+        found = [Pause(uris.format(uris.parse(topic)), *rest) for topic, *rest in file.load() or ()]
     except UStatusError as error:
         why = f"nothing is paused: {error.message}; move {file.path} away, and pause again"
         raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
@@ -75,25 +95,27 @@ def unknown_peer(peer: str, endpoints: Iterable[str]) -> UStatusError:
     return UStatusError(UCode.NOT_FOUND, f"{why}; endpoints are {', '.join(endpoints)}")
 
 
-def added(pauses: Iterable[Pause], topic: UUri, peer: str) -> list[Pause]:
+def added(pauses: Iterable[Pause], topic: UUri, peer: str, origin: str = "") -> list[Pause]:
     """Returns `pauses` with one more. Raises RESOURCE_EXHAUSTED."""
-    those = set(pauses) | {Pause(uris.format(topic), peer)}
+    those = set(pauses) | {Pause(uris.format(topic), peer, origin)}
     if len(those) > PAUSES_MAX:
         why = f"{PAUSES_MAX} pauses are in force, which is the limit: pause a wider pattern"
         raise UStatusError(UCode.RESOURCE_EXHAUSTED, why)
     return sorted(those)
 
 
-def removed(pauses: Iterable[Pause], topic: UUri, peer: str) -> list[Pause]:
-    """Returns `pauses` without those toward `peer` whose topic `topic` equals or covers. If there are none, raises
-    NOT_FOUND, with the names of the pauses that hold the topic."""
+def removed(pauses: Iterable[Pause], topic: UUri, peer: str, origin: str = "") -> list[Pause]:
+    """Returns `pauses` without those of `origin` toward `peer` whose topic `topic` equals or covers. If there are none,
+    raises NOT_FOUND, with the names of the pauses that hold the topic."""
     before = sorted(pauses)
-    after = [one for one in before if one.peer != peer or not uris.matches(topic, uris.parse(one.topic))]
-    if len(after) == len(before):
-        wider = [one.topic for one in before if one.peer == peer and uris.matches(uris.parse(one.topic), topic)]
+    ours = [one for one in before if (one.peer, one.origin) == (peer, origin)]
+    ended = {one for one in ours if uris.matches(topic, uris.parse(one.topic))}
+    if not ended:
+        wider = [one.topic for one in ours if uris.matches(uris.parse(one.topic), topic)]
         why = f"it is held by the pause of {', '.join(wider)}: resume that" if wider else "see what is paused"
-        raise UStatusError(UCode.NOT_FOUND, f"{uris.format(topic)} toward {peer!r} is not paused by itself: {why}")
-    return after
+        what = f"from {origin!r} toward {peer!r}" if origin else f"toward {peer!r}"
+        raise UStatusError(UCode.NOT_FOUND, f"{uris.format(topic)} {what} is not paused by itself: {why}")
+    return [one for one in before if one not in ended]
 
 
 class Paused:
@@ -123,9 +145,12 @@ class Paused:
 
     def notes(self) -> Iterator[str]:
         for one in sorted(self):
-            is_held = "what comes waits in the log"
-            is_idle = "which is no known peer, so nothing waits"
-            yield f"paused: {one.topic} to {one.peer}; {is_idle if self._endpoint_of(one.peer) is None else is_held}"
+            effect = "what comes waits in the log"
+            if self._endpoint_of(one.peer) is None:
+                effect = "which is no known peer, so nothing waits"
+            elif one.origin and one.origin not in (endpoint.name for endpoint in self._endpoints):
+                effect = f"and {one.origin!r} is no known endpoint, so nothing waits"
+            yield f"paused: {one}; {effect}"
 
     def load(self) -> None:
         """Load the pauses. If the file can't be read, none is in force, and `trouble` says so until the next change."""
@@ -155,52 +180,66 @@ class Paused:
     def holds(self, peer: Endpoint, authority: str, source: UUri) -> bool:
         """Returns whether messages from `source` to `authority` at `peer` are paused."""
         return any(
-            pause.peer in (peer.name, authority) and uris.matches(topic, source)
+            pause.peer in (peer.name, authority) and uris.matches(topic, source) and self._is_from(pause, source)
             for pause, topic in self._patterns.items()
         )
+
+    def _is_from(self, pause: Pause, source: UUri) -> bool:
+        if not pause.origin:
+            return True
+        origin = self._endpoints.owner(source.authority_name)
+        return origin is not None and origin.name == pause.origin
 
     def concerns(self, pause: Pause, peer: Endpoint, source: UUri) -> bool:
         """Returns whether `pause` may hold messages from `source` to an authority at `peer`."""
         topic = self._patterns.get(pause)
-        if topic is None or not uris.matches(topic, source):
+        if topic is None or not uris.matches(topic, source) or not self._is_from(pause, source):
             return False
         return pause.peer == peer.name or self._endpoints.owner(pause.peer) is peer
 
-    async def pause(self, topic: UUri, peer: str) -> None:
-        """Pause topics that match `topic` toward `peer`. A repeated call changes nothing.
+    async def pause(self, topic: UUri, peer: str, origin: str = "") -> None:
+        """Pause topics that match `topic` toward `peer`; with `origin`, only of that endpoint's network. A repeated
+        call changes nothing.
 
-        Raises INVALID_ARGUMENT, NOT_FOUND (no such peer), FAILED_PRECONDITION (it follows our history),
+        Raises INVALID_ARGUMENT, NOT_FOUND (no such peer or endpoint), FAILED_PRECONDITION (it follows our history),
         RESOURCE_EXHAUSTED, UNAVAILABLE (the disk).
         """
         pattern = pattern_of(topic, self._own)
         endpoint = self._endpoint_of(peer) if 0 < len(peer) <= PEER_LENGTH_MAX else None
         if endpoint is None:
             raise unknown_peer(peer, (endpoint.name for endpoint in self._endpoints))
+        if origin and origin not in (known := [endpoint.name for endpoint in self._endpoints]):
+            raise unknown_peer(origin, known)
         async with self._turn:
             for check in self._checks:
                 check(endpoint)
-            await self._change(added(self, pattern, peer))
+            await self._change(added(self, pattern, peer, origin))
 
-    async def resume(self, topic: UUri, peer: str) -> int:
-        """End the pauses that `topic` covers. Returns their number. Raises INVALID_ARGUMENT, NOT_FOUND, UNAVAILABLE."""
+    async def resume(self, topic: UUri, peer: str, origin: str = "") -> int:
+        """End the pauses of `origin` that `topic` covers. Returns their number. Raises INVALID_ARGUMENT, NOT_FOUND,
+        UNAVAILABLE."""
         pattern = pattern_of(topic, self._own)
         async with self._turn:
             before = len(self)
-            await self._change(removed(self, pattern, peer))
+            await self._change(removed(self, pattern, peer, origin))
             return before - len(self)
 
     async def rename(self, old: str, new: str) -> None:
-        """Have the pauses toward endpoint `old` be toward `new`. Raises UNAVAILABLE."""
+        """Have the pauses that name endpoint `old` name `new`. Raises UNAVAILABLE."""
+
+        def renamed(name: str) -> str:
+            return new if name == old else name
+
         async with self._turn:
-            await self._change([one._replace(peer=new) if one.peer == old else one for one in self])
+            await self._change([Pause(one.topic, renamed(one.peer), renamed(one.origin)) for one in self])
 
     async def _change(self, pauses: list[Pause]) -> None:
         if set(pauses) == set(self._patterns) and not self.trouble:
             return
-        await asyncio.to_thread(self._file.save, [*sorted(pauses)])
+        await asyncio.to_thread(save, self._file, pauses)
         self.trouble = ""
         self._put_in_force(pauses)
-        log.info("paused", now=[f"{one.topic} to {one.peer}" for one in pauses])
+        log.info("paused", now=list(map(str, pauses)))
 
     def _put_in_force(self, pauses: Iterable[Pause]) -> None:
         self._patterns = {pause: uris.parse(pause.topic) for pause in pauses}

@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -84,29 +84,49 @@ class Control:
     def _list(self, _: UMessage) -> wire.ListPausedResponse:
         found = wire.ListPausedResponse()
         for pause in sorted(self._paused):
-            found.paused.add(topic=uris.parse(pause.topic), peer=pause.peer)
+            if not pause.origin:  # the message has no place for it: only operators of this machine pause rules
+                found.paused.add(topic=uris.parse(pause.topic), peer=pause.peer)
         return found
 
 
-def pause_operations(paused: Paused) -> dict[str, Operation]:
-    """Returns pause, resume and paused, for those who may do everything; each answers with the pauses after it."""
+PAUSE_ARGUMENTS: Final = ("topic", "peer", "endpoint", "rule_from", "rule_to")
+
+
+def pause_operations(paused: Paused, has_rule: Callable[[str, str], bool] = lambda *_: True) -> dict[str, Operation]:
+    """Returns pause, resume and paused, for those who may do everything; each answers with the pauses after it. What is
+    paused: topic and peer, or an endpoint, or a rule. `has_rule(from, to)`: there is a rule between these endpoints."""
 
     async def pause(given: Arguments) -> dict[str, Any]:
-        await paused.pause(uris.parse(given.text("topic")), given.text("peer"))
+        topic, peer, origin = _asked_pause(given)
+        if origin and not has_rule(origin, peer):
+            raise UStatusError(UCode.NOT_FOUND, f"there is no rule from {origin!r} to {peer!r}")
+        await paused.pause(topic, peer, origin)
         return await listed(given)
 
     async def resume(given: Arguments) -> dict[str, Any]:
-        await paused.resume(uris.parse(given.text("topic")), given.text("peer"))
+        await paused.resume(*_asked_pause(given))
         return await listed(given)
 
     async def listed(_: Arguments) -> dict[str, Any]:
         return {"paused": sorted(paused)}
 
     return {
-        "pause": Operation(pause, ("topic", "peer"), is_change=True),
+        "pause": Operation(pause, PAUSE_ARGUMENTS, is_change=True),
         "paused": Operation(listed),
-        "resume": Operation(resume, ("topic", "peer"), is_change=True),
+        "resume": Operation(resume, PAUSE_ARGUMENTS, is_change=True),
     }
+
+
+def _asked_pause(given: Arguments) -> tuple[UUri, str, str]:
+    """Returns pattern, peer and origin. Raises INVALID_ARGUMENT unless one thing to pause is named."""
+    named = [one for one in PAUSE_ARGUMENTS if one in given]
+    if named == ["endpoint"]:
+        return uris.ANY, given.text("endpoint"), ""
+    if named == ["rule_from", "rule_to"]:
+        return uris.ANY, given.text("rule_to"), given.text("rule_from")
+    if named and not {"topic", "peer"}.issuperset(named):
+        raise invalid(f"expected topic and peer, or endpoint, or rule_from and rule_to; got {', '.join(named)}")
+    return uris.parse(given.text("topic")), given.text("peer"), ""
 
 
 # Commands on this machine
@@ -199,15 +219,17 @@ def _address(folder: Path) -> Iterator[str]:
         os.close(at)
 
 
-def ask(folder: Path, do: str, topic: str = "", peer: str = "", own: str = "") -> list[Pause]:
+def ask(folder: Path, do: str, topic: str = "", peer: str = "", own: str = "", origin: str = "") -> list[Pause]:
     """Sends the command to the streamer with this data_dir, or changes its file if it is stopped. Blocks.
 
-    Returns the pauses after it. `own`: authority of a topic without one. Raises the error of the streamer; UNAVAILABLE
-    if it does not answer.
+    Returns the pauses after it. `own`: authority of a topic without one. `origin`: of a rule; its topic is all.
+    Raises the error of the streamer; UNAVAILABLE if it does not answer.
     """
-    arguments = {} if do == "paused" else {"topic": topic, "peer": peer}
-    answer = call(folder, do, arguments)
-    return _ask_file(folder, do, topic, peer, own) if answer is None else [Pause(*one) for one in answer["paused"]]
+    arguments = {"rule_from": origin, "rule_to": peer} if origin else {"topic": topic, "peer": peer}
+    answer = call(folder, do, {} if do == "paused" else arguments)
+    if answer is None:
+        return _ask_file(folder, do, topic, peer, own, origin)
+    return [Pause(*one) for one in answer["paused"]]
 
 
 def require(
@@ -243,7 +265,7 @@ def call(
     return answer
 
 
-def _ask_file(folder: Path, do: str, topic: str, peer: str, own: str) -> list[Pause]:
+def _ask_file(folder: Path, do: str, topic: str, peer: str, own: str, origin: str) -> list[Pause]:
     file = pauses.file_of(folder / pauses.FILE)
     if do == "paused":
         return pauses.read(file)
@@ -260,8 +282,8 @@ def _ask_file(folder: Path, do: str, topic: str, peer: str, own: str) -> list[Pa
         ) from None
     try:
         change = pauses.added if do == "pause" else pauses.removed
-        after = change(pauses.read(file), pattern, peer)
-        file.save([*after])
+        after = change(pauses.read(file), pattern, peer, origin)
+        pauses.save(file, after)
     finally:
         lock.release()
     return after

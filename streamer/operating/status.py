@@ -110,6 +110,7 @@ class LettersStatus(_Reported):
 class PauseStatus(_Reported):
     topic: str
     peer: str
+    from_: str = Field(default="", alias="from", description="only what this endpoint sends; empty: what any does")
 
 
 class FollowStatus(_Reported):
@@ -186,7 +187,7 @@ def status_of(streamer: ReportingAssembly) -> StreamerStatus:
             total=streamer.dead_letters.total,
             by_code=dict(streamer.dead_letters.by_code),
         ),
-        paused=[PauseStatus(topic=one.topic, peer=one.peer) for one in sorted(streamer.paused)[:LISTED_MAX]],
+        paused=[PauseStatus.model_validate(one.as_dict()) for one in sorted(streamer.paused)[:LISTED_MAX]],
         follows=[
             FollowStatus(
                 endpoint=one.endpoint.name, service=one.key.partition(":")[2], state=one.state, trouble=one.trouble

@@ -47,6 +47,14 @@ EITHER = [["pause", TOPIC, "v"], ["resume", TOPIC, "v"], ["paused"]]
 IN_A_FOLDER = [*IN_A_FILE, *WITH_A_STREAMER, *EITHER]
 
 
+CHOICES = {  # of commands that take one of several things
+    "pause": ["--endpoint", "v"],
+    "resume": ["--endpoint", "v"],
+    "dead-letters resend": ["--all"],
+    "dead-letters purge": ["--all"],
+}
+
+
 def each(commands: list[list[str]], *options: str) -> list[list[str]]:
     return [[*command, *options] for command in commands]
 
@@ -183,6 +191,7 @@ def with_a_file() -> list[list[str]]:
             values = {"topic": TOPIC, "topics": TOPIC, "method": METHOD, "number": "1", "numbers": "1"}
             required = [one for one in command.params if one.param_type_name == "argument" and one.required]
             given = [values.get(one.name or "", "v") for one in required]
+            given += CHOICES.get(" ".join(path), [])
             found.append([*path, *given, *(["-e", "v"] if "transport" in {one.name for one in command.params} else [])])
     return found
 

@@ -129,6 +129,97 @@ async def test_what_is_paused_waits_in_order_while_all_else_goes_on_and_comes_be
 
 
 @spec("local~disp-start-stop")
+async def test_a_rule_is_paused_for_what_comes_from_one_endpoint(make_world: MakeWorld, publish: Publish) -> None:
+    of_mcu = uris.parse("//mcu1/8001/1/8001")
+    world = await make_world(subscriptions=SUBSCRIBED | {uris.format(of_mcu): ["//cloud/9001/1/0"]})
+    vehicle, cloud, mcu = (
+        await world.node("vehicle", "vehicle1"),
+        await world.node("cloud", "cloud"),
+        await world.node("mcu", "mcu1"),
+    )
+    speed, load, there = await world.hear(cloud, SPEED), await world.hear(cloud, of_mcu), await world.hear(mcu, SPEED)
+    answer = world.streamer.operations.answer
+    rule = {"rule_from": "vehicle", "rule_to": "cloud"}
+    everything = uris.format(uris.ANY)
+    assert await answer("pause", rule) == {"paused": [Pause(everything, "cloud", "vehicle")]}
+    for number in range(20):
+        await vehicle.send(publish(SPEED, str(number)))
+        await mcu.send(publish(of_mcu, str(number)))
+    await there.expect(20)
+    await load.expect(20)
+    await quiet(world)
+    assert speed.texts == []
+    assert world.streamer.notes() == ["paused: everything from vehicle to cloud; what comes waits in the log"]
+    data = world.config.streamer.data_dir
+    assert json.loads((data / pauses.FILE).read_text()) == [[everything, "cloud", "vehicle"]]
+    assert list(made(data / pauses.FILE)) == [Pause(everything, "cloud", "vehicle")], "as a restart finds it"
+    with pytest.raises(UStatusError, match="see what is paused"):
+        await answer("resume", {"endpoint": "cloud"})
+    assert await answer("resume", rule) == {"paused": []}
+    await speed.expect(20)
+    assert speed.texts == texts(0, 20)
+
+
+@spec("local~disp-start-stop")
+async def test_an_endpoint_is_paused_for_everything_that_goes_there(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world(subscriptions=SUBSCRIBED)
+    vehicle, cloud, mcu = (
+        await world.node("vehicle", "vehicle1"),
+        await world.node("cloud", "cloud"),
+        await world.node("mcu", "mcu1"),
+    )
+    speed, door, there = await world.hear(cloud, SPEED), await world.hear(cloud, DOOR), await world.hear(mcu, SPEED)
+    answer = world.streamer.operations.answer
+    assert await answer("pause", {"endpoint": "cloud"}) == {"paused": [Pause(uris.format(uris.ANY), "cloud")]}
+    for number in range(20):
+        await vehicle.send_batch([publish(SPEED, str(number)), publish(DOOR, str(number))])
+    await there.expect(20)
+    await quiet(world)
+    assert speed.texts == door.texts == []
+    assert world.streamer.notes() == ["paused: everything to cloud; what comes waits in the log"]
+    assert await answer("resume", {"endpoint": "cloud"}) == {"paused": []}
+    await speed.expect(20)
+    await door.expect(20)
+    assert speed.texts == door.texts == texts(0, 20)
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        ({"endpoint": "nowhere"}, UCode.NOT_FOUND),
+        ({"rule_from": "nowhere", "rule_to": "cloud"}, UCode.NOT_FOUND),
+        ({"rule_from": "vehicle", "rule_to": "nowhere"}, UCode.NOT_FOUND),
+        ({"rule_from": "vehicle", "rule_to": "vehicle"}, UCode.NOT_FOUND),
+        ({"rule_from": "vehicle"}, UCode.INVALID_ARGUMENT),
+        ({"rule_to": "cloud"}, UCode.INVALID_ARGUMENT),
+        ({"endpoint": "cloud", "peer": "cloud"}, UCode.INVALID_ARGUMENT),
+        ({"endpoint": 1}, UCode.INVALID_ARGUMENT),
+        ({"topic": "//vehicle1/8001/1/8001"}, UCode.INVALID_ARGUMENT),
+        ({}, UCode.INVALID_ARGUMENT),
+    ],
+)
+async def test_what_can_not_be_paused_is_said(make_world: MakeWorld, given: dict[str, Any], code: int) -> None:
+    world = await make_world(subscriptions={})
+    assert await code_of(world.streamer.operations.answer("pause", given)) == code
+    assert not len(world.streamer.paused)
+
+
+async def test_a_pause_of_a_rule_follows_a_renamed_endpoint_and_is_idle_without_one(tmp_path: Path) -> None:
+    paused = made(tmp_path / "paused.json")
+    await paused.pause(uris.ANY, "net", "vehicle")
+    await paused.pause(SPEED, "net")
+    await paused.rename("vehicle", "inside")
+    assert Pause(uris.format(uris.ANY), "net", "inside") in list(paused)
+    notes = "paused: everything from inside to net; and 'inside' is no known endpoint, so nothing waits"
+    assert notes in list(paused.notes())
+    assert json.loads((tmp_path / "paused.json").read_text())[-1] == [uris.format(SPEED), "net"], (
+        "as older ones read it"
+    )
+    assert await paused.resume(uris.ANY, "net") == 1
+    assert await paused.resume(uris.ANY, "net", "inside") == 1
+
+
+@spec("local~disp-start-stop")
 async def test_a_topic_that_is_paused_while_it_is_read_back_is_not_held_once_nobody_wants_it(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
