@@ -4,6 +4,7 @@
                                      `problems`: everything that is wrong; `notes`: other facts for the operator
 /status   what each endpoint does, and why (status.py)
 /metrics  for Prometheus  /vehicles  traffic of each source authority, one JSON object per line
+/         a page for people: the files of page/, which show what /status and the operations answer
 /operations/NAME          POST of the arguments as a JSON object: see operations.py. Only with admin.token_file
 
 Admin: limits time and length -> HttpPort: limits and authenticates clients

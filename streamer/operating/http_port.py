@@ -1,7 +1,11 @@
 """The HTTP server of the admin port: GET (and HEAD), POST of operations, one request per connection.
 
 connection -> streamer/edge/lines.py: limits, TLS -> aiohttp: parses and routes -> token -> page
-                                                                                     '-> operation, if a token is set
+                                                        |                            '-> operation, if a token is set
+                                                        '-> the page for people: files of page/, for everybody
+
+The files hold no data; what they show they ask for with the token. Without a token a page of another site must not read
+it through a name that points here (DNS rebinding): the page and /status know only loopback, addresses and our own name.
 """
 
 from __future__ import annotations
@@ -12,12 +16,15 @@ import functools
 import hmac
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from ipaddress import ip_address
+from pathlib import Path
 from typing import Any, Final
 
 import structlog
 from aiohttp import web
 
 from streamer.config import AdminSection
+from streamer.edge.callers import host_of, is_known_host, name_of_host
 from streamer.edge.lines import SERVER, Latest, Limits, Lines, Listener, bearer_of, latest, latest_tls
 from streamer.operating.operations import Operations
 from uprotocol.status import UStatusError, code_name, invalid
@@ -38,6 +45,18 @@ STATUSES: Final = {
     UCode.FAILED_PRECONDITION: 409,
     UCode.RESOURCE_EXHAUSTED: 429,
     UCode.UNAVAILABLE: 503,
+}
+FILES: Final = Path(__file__).with_name("page")
+FILE_TYPES: Final = {".css": "text/css", ".html": "text/html", ".js": "text/javascript"}
+STATUS: Final = "/status"
+# the page is ours alone: it loads nothing from elsewhere, runs no script in it, and stands in no frame
+FILE_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
 }
 TOO_OFTEN: Final = "this was answered a moment ago: ask again in some seconds\n"
 
@@ -60,11 +79,13 @@ class HttpPort:
     ) -> None:
         self._pages, self._lists, self._operations, self._guard = pages, lists, operations, guard
         self._token: Latest[bytes] | None = None
+        self._files = {"/" if file.name == "index.html" else f"/page/{file.name}": file for file in _files()}
+        self._host = ""
         self._listener: Listener | None = None
 
     async def open(self, host: str, port: int) -> int:
         """Returns the port, which the system chooses for 0. Raises as `Admin.open`."""
-        guard = self._guard
+        guard, self._host = self._guard, host
         self._token = await latest([guard.token_file], functools.partial(_read_token, guard))
         tls = await latest_tls("admin", guard.cert_file, guard.key_file)
         self._listener = self.listener(f"{host}:{port}", Lines(LIMITS, tls))
@@ -83,6 +104,8 @@ class HttpPort:
         made.on_response_prepare.append(_close_after)
         for path, page in self._pages.items():
             made.router.add_get(path, _telling(page))
+        for path, file in self._files.items():
+            made.router.add_get(path, _filing(file))
         for path, slices in self._lists.items():
             made.router.add_get(path, _listing(slices))
         if self._operations is not None:
@@ -93,6 +116,8 @@ class HttpPort:
         """Answers with what the operation returns, or with {"code", "message"}."""
         assert self._operations is not None, "it is routed only with operations"
         try:
+            if request.content_type != "application/json":  # which a form of another site can't send
+                raise invalid(f"expected Content-Type: application/json, got {request.content_type[:64]!r}")
             if self._token is None:
                 why = "operations can change what runs and show messages: they need admin.token_file"
                 raise UStatusError(UCode.PERMISSION_DENIED, why)
@@ -104,12 +129,16 @@ class HttpPort:
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: PageHandler) -> web.StreamResponse:
-        if self._token is not None and not _shows(request, await self._token.get()):
+        is_file = request.path in self._files
+        if self._token is None:
+            if is_file or request.path == STATUS:
+                self._check_host(request)
+        elif not is_file and not _shows(request, await self._token.get()):
             return web.Response(status=401, text="a token is asked for\n", headers={"WWW-Authenticate": "Bearer"})
         try:
             return await handler(request)
         except web.HTTPNotFound:
-            return web.Response(status=404, text=f"there are {', '.join((*self._pages, *self._lists))}\n")
+            return web.Response(status=404, text=f"there are {', '.join(('/', *self._pages, *self._lists))}\n")
         except web.HTTPMethodNotAllowed as error:
             allowed = error.headers["Allow"]
             return web.Response(status=405, text=f"the methods here are {allowed}\n", headers={"Allow": allowed})
@@ -118,6 +147,13 @@ class HttpPort:
         except Exception:
             log.exception("a question at the admin port has failed", path=request.path)
             raise
+
+    def _check_host(self, request: web.Request) -> None:
+        """Raises 403 for a name that anybody could have pointed here."""
+        host = host_of(request)
+        if not is_known_host(host, [self._host]) and not _is_address(name_of_host(host)):
+            what = "expected an address, localhost, or the name in streamer.admin as the host"
+            raise web.HTTPForbidden(text=f"{what}, got {host[:80]!r}; other names need admin.token_file\n")
 
 
 async def _arguments(request: web.Request) -> dict[str, Any]:
@@ -139,6 +175,26 @@ def _telling(page: MakePage) -> PageHandler:
     return tell
 
 
+def _files() -> list[Path]:
+    return sorted(file for file in FILES.iterdir() if file.suffix in FILE_TYPES)
+
+
+def _filing(file: Path) -> PageHandler:
+    headers = FILE_HEADERS | {"Content-Type": f"{FILE_TYPES[file.suffix]}; charset=utf-8"}
+
+    async def tell(_: web.Request) -> web.StreamResponse:
+        return web.Response(headers=headers, body=await asyncio.to_thread(file.read_bytes))
+
+    return tell
+
+
+def _is_address(name: str) -> bool:
+    try:
+        return bool(ip_address(name))
+    except ValueError:
+        return False
+
+
 def _listing(slices: List) -> PageHandler:
     async def tell(request: web.Request) -> web.StreamResponse:
         parts = slices()
@@ -156,7 +212,8 @@ def _listing(slices: List) -> PageHandler:
 
 async def _close_after(_: web.Request, response: web.StreamResponse) -> None:
     response.force_close()
-    response.headers.update({"Connection": "close", "Server": SERVER})
+    response.headers.update({"Connection": "close", "Server": SERVER, "X-Content-Type-Options": "nosniff"})
+    response.headers.setdefault("Cache-Control", "no-store")
 
 
 # Authentication
