@@ -137,7 +137,7 @@ class StreamerSection(Section):
     data_dir: Path = Path("up-streamer-data")
     """log, subscriptions, dead letters, remembered interest"""
     admin: HostPort | None = None
-    """`HOST:PORT` of `/metrics`, `/status`, `/healthz`, `/readyz` and `/vehicles`; port 0 is any free one"""
+    """`HOST:PORT` of the page, `/metrics`, `/status`, `/healthz`, `/readyz` and `/vehicles`; port 0 is any free one"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """what is logged, and all that is worse; the log goes to standard error"""
     log_format: Literal["text", "json"] = "text"

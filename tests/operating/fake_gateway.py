@@ -82,7 +82,7 @@ def quiet_status(endpoints: Iterable[dict[str, Any]] = (), **changes: Any) -> di
 def busy_status() -> dict[str, Any]:
     """A gateway on which something is wrong: what the pictures show."""
     held = {
-        "address": "up://vin1/8001/1/8004",
+        "address": "up://chassis/8001/1/8004",
         "reason": "refused",
         "since": moment(640),
         "records": 210,
@@ -107,7 +107,7 @@ def busy_status() -> dict[str, Any]:
                 "mqtt5",
                 "degraded",
                 **recent,
-                reason="up://vin1/8001/1/8004 is refused: Not authorized",
+                reason="up://chassis/8001/1/8004 is refused: Not authorized",
                 received=12_030,
                 forwarded=730_001,
                 in_per_s=1.2,
@@ -168,7 +168,7 @@ def busy_status() -> dict[str, Any]:
         follows=[{"endpoint": "body", "service": "up://ecu3/4/1/0", "state": "handed_over", "trouble": ""}],
         epochs=[{"group": "drive", "open": 3, "ended": 1_201, "incomplete": 2}],
         problems=[
-            "endpoint offboard: up://vin1/8001/1/8004 is refused: Not authorized (210 records wait since 10 min)",
+            "endpoint offboard: up://chassis/8001/1/8004 is refused: Not authorized (210 records wait since 10 min)",
             "endpoint diag: connect to 10.0.0.7:1883: Connection refused",
         ],
         notes=["up://body/8001/1/8010 is paused toward offboard"],

@@ -231,7 +231,7 @@ def pictures(otherwise: Path) -> Path:
 
 
 async def _all_have_names(page: Page) -> None:
-    """Screen readers can tell what each control is."""
+    """Every control has a name for screen readers."""
     tree = (await page.browser.call("Accessibility.getFullAXTree"))["nodes"]
     controls = ("button", "textbox", "searchbox", "checkbox", "combobox", "link", "table", "image", "Date")
     found = [one for one in tree if not one["ignored"] and one["role"]["value"] in controls]

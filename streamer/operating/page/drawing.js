@@ -34,14 +34,17 @@ function important(endpoints) {
 }
 
 /** Draws into `host`, if anything has changed. Returns a caption. */
-export function draw(host, endpoints, flows) {
+export function draw(host, endpoints, flows, paused) {
   const shown = endpoints.length > BOXES_MAX ? important(endpoints) : endpoints;
   const places = new Map(shown.map((one, index) => [one.name, index]));
-  const arcs = flows.filter(one => places.has(one.from) && places.has(one.to));
+  const arcs = flows.filter(one => places.has(one.from) && places.has(one.to)).map(one => {
+    const source = shown[places.get(one.from)], target = shown[places.get(one.to)], [kind, label] = arcOf(one, source, target, paused);
+    return {...one, kind, label};
+  });
   const width = Math.max(host.clientWidth, 280);
   const part = endpoints.length > shown.length ? `${shown.length} of ${count(endpoints.length)} networks, those that are wrong or busy: the table has all. ` : '';
   const caption = shown.length ? `${part}Arcs: what the rules let pass, in messages per second. ‖ some of it is held or paused; ✕ the network is not ready.` : '';
-  const key = JSON.stringify([width, shown.map(boxLines), arcs.map(one => [one.from, one.to, arcOf(one, shown[places.get(one.to)])])]);
+  const key = JSON.stringify([width, shown.map(boxLines), arcs.map(one => [one.from, one.to, one.kind, one.label])]);
   if (key === drawn) return caption;
   drawn = key;
   host.replaceChildren(...(shown.length ? [picture(width, shown, arcs, places)] : []));
@@ -54,18 +57,31 @@ function boxLines(one) {
 }
 
 /** How an arc looks: its kind and its label. */
-function arcOf(flow, target) {
+function arcOf(flow, source, target, paused) {
   if (target.state === 'not ready') return ['stopped', `✕ ${rate(flow.per_s)}`];
-  if (target.paused || target.held_count) return ['held', `‖ ${rate(flow.per_s)}`];
+  if (isHeld(source, target, paused)) return ['held', `‖ ${rate(flow.per_s)}`];
   return flow.per_s ? ['flowing', rate(flow.per_s)] : ['idle', '0/s'];
 }
+
+/** Whether something of `source` is held for `target`, or paused toward it, as far as it is known. */
+function isHeld(source, target, paused) {
+  const held = target.held ?? [], lives = (one, authority) => (one.authorities ?? []).some(pattern => fits(pattern, authority));
+  const addresses = [
+    ...held.map(one => one.address),
+    ...paused.filter(one => one.peer === target.name || lives(target, one.peer)).map(one => one.topic),
+  ];
+  const authorities = addresses.map(one => /\/\/([^/]+)/.exec(one)?.[1] ?? '*');
+  return (target.held_count ?? 0) > held.length || authorities.some(one => one === '*' || lives(source, one));
+}
+
+const fits = (pattern, authority) => pattern === '*' || pattern === authority || (pattern.startsWith('*.') && authority.endsWith(pattern.slice(1)));
 
 function picture(width, shown, flows, places) {
   const rowWidth = shown.length * BOX.wide + (shown.length - 1) * ROW_GAP;
   const across = rowWidth + 2 <= width;
   const furthest = flows.reduce((most, one) => Math.max(most, Math.abs(places.get(one.to) - places.get(one.from))), 1);
   const layout = across ? row(shown, flows, places, furthest, rowWidth) : column(shown, width, furthest);
-  const said = flows.map(one => `${one.from} to ${one.to}: ${arcOf(one, shown[places.get(one.to)])[1]}`).join('; ');
+  const said = flows.map(one => `${one.from} to ${one.to}: ${one.label}`).join('; ');
   const svg = shape('svg', {
     width: layout.width, height: layout.height, viewBox: `0 0 ${layout.width} ${layout.height}`, role: 'img',
     'aria-label': `${shown.map(one => `${one.name} ${one.state}`).join(', ')}. ${said || 'Nothing may flow between them.'}`,
@@ -73,8 +89,7 @@ function picture(width, shown, flows, places) {
   svg.append(shape('defs', {}, ...['flowing', 'idle', 'held', 'stopped'].map(head)));
   const labels = [], taken = [];
   for (const flow of flows) {
-    const target = shown[places.get(flow.to)], [kind, label] = arcOf(flow, target);
-    const arc = layout.arc(places.get(flow.from), places.get(flow.to));
+    const {kind, label} = flow, arc = layout.arc(places.get(flow.from), places.get(flow.to));
     const thick = kind === 'idle' ? 1.25 : 1.5 + Math.min(Math.log10(1 + (flow.per_s ?? 0)), 4) / 2;
     const path = shape('path', {d: arc.path, class: `arc ${kind}`, 'stroke-width': thick, 'marker-end': `url(#head-${kind})`});
     path.append(shape('title', {}, `${flow.from} to ${flow.to}: ${rate(flow.per_s)}, ${count(flow.forwarded ?? 0)} forwarded`));

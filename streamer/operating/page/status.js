@@ -29,7 +29,7 @@ function dropped(one) {
 
 const COLUMNS = [
   {name: 'Endpoint', of: one => ({text: one.name, kind: 'name', title: (one.authorities ?? []).join(', '), detail: `${one.transport}: ${(one.authorities ?? []).join(', ')}`})},
-  {name: 'State', of: one => {
+  {name: 'State', place: 'state-cell', of: one => {
     const since = moment(one.since);
     const marks = `${one.connected === false && one.state !== 'not ready' ? ', not connected' : ''}${one.paused ? ', ❚❚ paused' : ''}`;
     return {text: states(one) + marks, kind: kindOf(one.state), title: since.title, detail: `since ${since.text.replace(/ ago$/, '')}${one.reason ? `: ${one.reason}` : ''}`};
@@ -68,7 +68,7 @@ export function tell(status) {
   last = status;
   const all = status.endpoints ?? [], allowed = (status.flows ?? []).filter(one => one.allowed !== false && one.from !== one.to);
   tellProblems(status);
-  setText(byId('drawing-says'), draw(byId('drawing'), all, allowed));
+  setText(byId('drawing-says'), draw(byId('drawing'), all, allowed, status.paused ?? []));
   if (byId('flows-details').open) flows.update(allowed.slice(0, LINES_MAX));
   tellEndpoints(all);
   tellFacts(status);
@@ -150,8 +150,10 @@ function diskFacts(disk) {
   return disk ? [['free', bytes(disk.free_bytes)], ['reserve', bytes(disk.reserve_bytes)], ['limit of the log', bytes(disk.log_limit_bytes)]].filter(([, text]) => text) : [];
 }
 
+const percent = share => (share > 0 && share < 0.01 ? '<1 %' : `${Math.round(100 * share)} %`);
+
 function logFacts(log) {
-  const oldest = moment(log.oldest), share = log.limit_bytes ? ` (${Math.round((100 * (log.bytes ?? 0)) / log.limit_bytes)} %)` : '';
+  const oldest = moment(log.oldest), share = log.limit_bytes ? ` (${percent((log.bytes ?? 0) / log.limit_bytes)})` : '';
   return [
     ['records', log.newest_seq ? `${count(log.oldest_seq)} to ${count(log.newest_seq)}` : 'none'],
     ['size', `${bytes(log.bytes)} of ${bytes(log.limit_bytes)}${share}`],
