@@ -37,7 +37,7 @@ Peer = Annotated[
 Whole = Annotated[
     str | None, typer.Option("--endpoint", "-e", help="Everything for this endpoint.", autocompletion=endpoints)
 ]
-Way = Annotated[
+RuleName = Annotated[
     str | None, typer.Option("--rule", metavar="FROM:TO", help="Everything that one endpoint sends to another.")
 ]
 
@@ -47,7 +47,7 @@ def pause(
     topic: Topic = None,
     peer: Peer = None,
     endpoint: Whole = None,
-    rule: Way = None,
+    rule: RuleName = None,
     as_json: AsJson = False,
 ) -> None:
     """Stop dispatching a topic to a peer, everything to an endpoint, or everything of a rule: the records wait in the
@@ -63,7 +63,7 @@ def resume(
     topic: Topic = None,
     peer: Peer = None,
     endpoint: Whole = None,
-    rule: Way = None,
+    rule: RuleName = None,
     as_json: AsJson = False,
 ) -> None:
     """Dispatch again, beginning with the records that wait. A pattern ends each pause that it covers; --endpoint all
