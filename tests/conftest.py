@@ -37,7 +37,8 @@ PART_OF_TEST: Final = 0.8  # of a timeout; what is left is for its fixtures
 
 MakeBroker = Callable[..., Broker]
 OldData = Callable[[str], Path]
-OLD: Path = Path(__file__).parent / "fixtures" / "data-0.1.0"  # made by that version, with tests/fixtures/make_data.py
+FIXTURES: Path = Path(__file__).parent / "fixtures"
+OLD: Path = FIXTURES / "data-0.1.0"  # made by that version, with tests/fixtures/make_data.py
 
 
 def pytest_configure(config: pytest.Config) -> None:
