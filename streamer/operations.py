@@ -37,8 +37,11 @@ def operations_of(streamer: ChangeableAssembly, reloader: Reloader) -> Operation
         attached = streamer.attached.get(endpoint)
         return None if attached is None else attached.pumps[0].sender.pace
 
+    def renamed() -> dict[str, str]:
+        return {one.renamed_from: one.name for one in streamer.config.endpoint if one.renamed_from is not None}
+
     parts = streamer.view, streamer.paused, streamer.hosted, streamer.ingresses
-    resender = Resender(streamer.dead_letters, *parts, pace_of)
+    resender = Resender(streamer.dead_letters, *parts, pace_of, renamed)
     data_dir, durable = streamer.config.streamer.data_dir, streamer.logs.durable
     backups = Backups(data_dir, streamer.config.authority, durable, lambda: streamer.stopping.is_set())
     return Operations(

@@ -87,10 +87,13 @@ class Resender:
         hosted: HostedTransport,
         ingresses: Mapping[str, Ingress],
         pace_of: Callable[[str], Pace | None],
+        renamed: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """`pace_of` the messages to an endpoint, shared with its pumps."""
+        """`pace_of` the messages to an endpoint, shared with its pumps. `renamed`: the present names of endpoints by
+        their former ones."""
         self._letters, self._endpoints, self._rules, self._paused = letters, view.endpoints, view.rules, paused
         self._hosted, self._ingresses, self._pace_of = hosted, ingresses, pace_of
+        self._renamed = renamed
         self._turn = asyncio.Lock()
 
     async def resend(
@@ -172,12 +175,13 @@ class Resender:
             )
         if attrs.is_expired(attributes, uuids.now_ms()):
             return LetterResult(letter.number, ResendResult.EXPIRED, f"its ttl of {attributes.ttl} ms is over")
-        is_known = letter.endpoint in self._endpoints
+        name = letter.endpoint if letter.endpoint in self._endpoints else self._renamed().get(letter.endpoint, "")
+        is_known = name in self._endpoints
         if not is_known and not to:
             return refused(f"there is no endpoint {letter.endpoint!r}: say where it goes (--to; to)")
-        if is_known and to not in ("", letter.endpoint):
-            return refused(f"endpoint {letter.endpoint!r} is configured: it goes there only")
-        at = self._endpoints[letter.endpoint if is_known else to]
+        if is_known and to not in ("", name):
+            return refused(f"endpoint {name!r} is configured: it goes there only")
+        at = self._endpoints[name if is_known else to]
         source, sink = attributes.source, attributes.sink if attributes.HasField("sink") else None
         origin = self._endpoints.owner(source.authority_name)
         if origin is None:

@@ -53,7 +53,7 @@ async def fail(
     before = len(stored(world))
     for message in messages:
         world.streamer.dead_letters.add(message, code, reason, endpoint)
-    await world.until(lambda: len(stored(world)) == before + len(messages))
+    await world.until(lambda: world.streamer.dead_letters.stock.letters == before + len(messages))
 
 
 def stored(world: World) -> list[Stored]:
@@ -187,6 +187,20 @@ async def test_letters_of_a_removed_endpoint_go_to_another_one_on_demand(
     with pytest.raises(UStatusError, match="unknown endpoint 'sky'; known: vehicle, mcu, cloud"):
         await resend(world, to="sky", all=True)
     assert (await resend(world, to="vehicle", all=True))[0] == {2: "refused"}
+
+
+async def test_letters_of_a_renamed_endpoint_go_to_its_new_name(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world(
+        '[[endpoint]]\nname = "vehicle"\ntransport = "local"\nauthorities = ["vehicle1"]\n'
+        'settings = {{ network = "{n}-vehicle" }}\n'
+        '[[endpoint]]\nname = "backend"\nrenamed_from = "offboard"\ntransport = "local"\nauthorities = ["cloud"]\n'
+        'usubscription = "none"\nsettings = {{ network = "{n}-backend" }}\n'
+    )
+    heard = await world.hear(await world.node("backend", "cloud"), SPEED)
+    await fail(world, [publish(SPEED, "x")], endpoint="offboard")
+    assert (await resend(world, all=True, to="vehicle"))[0] == {1: "refused"}
+    assert (await resend(world))[0] == {1: "resent"}
+    await heard.expect(1)
 
 
 async def test_a_request_that_no_rule_allowed_goes_once_one_does(make_world: MakeWorld) -> None:
