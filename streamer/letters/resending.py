@@ -67,7 +67,7 @@ class LetterResult(NamedTuple):
     reason: str = ""
 
 
-class Way(NamedTuple):
+class LetterWay(NamedTuple):
     """`peer` None: through the ingress of `origin` into the log."""
 
     letter: Stored
@@ -149,7 +149,7 @@ class Resender:
         self, batch: Iterable[Stored], to: str, failures: Counter[str], *, is_trial: bool
     ) -> list[LetterResult]:
         results: list[LetterResult] = []
-        directly: dict[Endpoint, deque[Way]] = {}
+        directly: dict[Endpoint, deque[LetterWay]] = {}
         for letter in batch:
             way = self._way(letter, to)
             if isinstance(way, LetterResult):
@@ -166,7 +166,7 @@ class Resender:
 
     # Where a letter goes
 
-    def _way(self, letter: Stored, to: str) -> Way | LetterResult:
+    def _way(self, letter: Stored, to: str) -> LetterWay | LetterResult:
         """Returns where the letter goes, or why it is not sent."""
         attributes, refused = letter.message.attributes, partial(LetterResult, letter.number, ResendResult.REFUSED)
         if letter.is_cut:
@@ -194,7 +194,7 @@ class Resender:
         if at is origin and sink is None:
             if not is_known:
                 return refused(f"its source is at endpoint {at.name!r}: it has to go to another one")
-            return Way(letter, origin, None, message)
+            return LetterWay(letter, origin, None, message)
         peer = at if at is not origin or sink is None else self._endpoints.owner(sink.authority_name)
         if peer is None or peer is origin:
             return refused("no endpoint but that of its source has its sink's authority")
@@ -208,7 +208,7 @@ class Resender:
                 message = Readdressed(source, sink).of(message)
         if sink is not None and self._endpoints.owner(sink.authority_name) is not peer:
             return refused(f"its sink's authority {sink.authority_name!r} is not at endpoint {peer.name!r}")
-        return self._stopped(letter, origin, peer) or Way(letter, origin, peer, message)
+        return self._stopped(letter, origin, peer) or LetterWay(letter, origin, peer, message)
 
     def _stopped(self, letter: Stored, origin: Endpoint, peer: Endpoint) -> LetterResult | None:
         """Returns why rules or pauses stop the letter now."""
@@ -225,7 +225,7 @@ class Resender:
 
     # Sending
 
-    async def _enter(self, way: Way) -> LetterResult:
+    async def _enter(self, way: LetterWay) -> LetterResult:
         """Hands a publish to the log, which its own network could not: nobody has had it."""
         number, refused = way.letter.number, partial(LetterResult, way.letter.number, ResendResult.REFUSED)
         ingress = self._ingresses[way.origin.name]
@@ -244,7 +244,7 @@ class Resender:
         await self._settle([number], [])
         return LetterResult(number, ResendResult.RESENT)
 
-    async def _send(self, peer: Endpoint, ways: deque[Way], failures: Counter[str]) -> list[LetterResult]:
+    async def _send(self, peer: Endpoint, ways: deque[LetterWay], failures: Counter[str]) -> list[LetterResult]:
         """Sends letters to their peer."""
         results: list[LetterResult] = []
         why = ""
@@ -265,13 +265,13 @@ class Resender:
         return results + [LetterResult(way.letter.number, ResendResult.WAITING, why) for way in ways]
 
     async def _try(
-        self, peer: Endpoint, part: list[Way], ways: deque[Way], failures: Counter[str]
+        self, peer: Endpoint, part: list[LetterWay], ways: deque[LetterWay], failures: Counter[str]
     ) -> list[LetterResult]:
         """Sends one batch. What the network has not tried because of another message goes back to `ways`."""
         arrived: list[int] = []
         refused: list[Refusal] = []
         results: list[LetterResult] = []
-        again: list[Way] = []
+        again: list[LetterWay] = []
         statuses = await peer.send_batch([way.message for way in part])
         for way, status in zip(part, statuses, strict=True):
             number, why = way.letter.number, status.message or code_name(status.code)
