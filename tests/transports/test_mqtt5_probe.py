@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -189,6 +190,35 @@ async def test_a_broker_that_hangs_up_at_a_filter() -> None:
     _, lines = await probed_at(Knobs(disconnects_on="+/vin1"))
     assert has(lines, "FAIL may not subscribe to +/vin1: the broker ends the connection")
     assert "ok may write vin1/backend" in lines
+
+
+async def test_a_broker_that_lets_us_have_one_session() -> None:
+    class OneLogin(ScriptedBroker):
+        def _on_connect(self, connection: Any, body: bytes) -> None:
+            super()._on_connect(connection, body)
+            self.knobs.connack = (0x97, "")
+
+    async with serving(OneLogin()) as broker:
+        lines = await probed(transport(broker.port))
+    assert has(lines, "? what we may do: the broker does not let our login have two sessions").endswith("exceeded)")
+
+
+async def test_a_broker_that_names_all_sessions_of_a_user_alike(make_broker: Callable[..., Broker]) -> None:
+    broker = make_broker(users=USERS, settings=["use_username_as_clientid true"])
+    lines = await probed(transport(broker.port, username="vin1", password="secret"))
+    assert has(lines, "? what we may do: the broker does not let our login have two sessions")
+    assert not [line for line in lines if line.startswith("FAIL")]
+
+
+async def test_a_broker_that_hangs_up_at_a_topic_of_the_check() -> None:
+    broker, lines = await probed_at(Knobs(topic_bytes_max=15))
+    assert has(lines, "? how often a message comes that two of our filters match: the connection ends")
+    assert "ok may subscribe to +/vin1" in lines
+    assert "ok may write vin1/backend" in lines
+    assert broker.heard_payloads[b"+/vin1"] == 1  # which has shown that one of QoS 2 waits
+    _, lines = await probed_at(Knobs(topic_bytes_max=8))
+    assert has(lines, "? whether the broker delivers what it grants: the connection ends")
+    assert has(lines, "? whether we may write vin1/backend")
 
 
 async def test_a_broker_that_hangs_up_at_a_topic() -> None:

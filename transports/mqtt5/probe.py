@@ -276,12 +276,15 @@ class BrokerProbe:
     async def _rights(self) -> AsyncGenerator[ProbeResult, None]:
         try:
             reader, writer = await self._session(), await self._session()
-            if reader.lost.done():
-                raise reader.lost.result()
+            await reader.unsubscribe(self._last_level)  # an answer shows that the second login has not ended the first
         except (UStatusError, OSError) as error:
             yield unknown(f"what we may do: the broker does not let our login have two sessions ({error})")
             return
-        yield await self._overlaps(writer, reader)
+        try:
+            yield await self._overlaps(writer, reader)
+        except OSError as error:  # at a topic that we may not write
+            yield unknown(f"how often a message comes that two of our filters match: the connection ends ({error})")
+            reader, writer = await self._session(), await self._session()
         granted = []
         for topic_filter in self._filters:
             try:
@@ -296,8 +299,12 @@ class BrokerProbe:
                 granted.append(topic_filter)
         if granted:
             yield ok(f"may subscribe to {', '.join(granted)}")
-            async for one in self._reads(writer, reader, granted):
-                yield one
+            try:
+                async for one in self._reads(writer, reader, granted):
+                    yield one
+            except OSError as error:  # likewise
+                yield unknown(f"whether the broker delivers what it grants: the connection ends ({error})")
+                writer = await self._session()
         if self._sends:
             async for one in self._writes(writer):
                 yield one
