@@ -143,6 +143,7 @@ def test_the_wheel_for_all_has_the_python_alone(tmp_path: Path) -> None:
     assert made.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(made).namelist()
     assert "history/records/chunk.py" in names
+    assert "streamer/operating/page/index.html" in names, "what a browser loads from the admin port"
     assert [name for name in names if "_compiled" in name or name.endswith(".so")] == []
 
 
