@@ -38,6 +38,7 @@ from typing import Any, Final, Literal, NoReturn, TextIO
 import structlog
 
 Format = Literal["text", "json"]
+Level = Literal["debug", "info", "warning", "error"]
 Event = MutableMapping[str, Any]
 
 PERIOD_S: Final = 60.0
@@ -99,7 +100,19 @@ _NUMBERS: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
 log = structlog.get_logger()
 
 
-def configure(level: str = "warning", format: Format = "text", file: TextIO | None = None) -> None:
+class _Logger(structlog.make_filtering_bound_logger(logging.NOTSET)):  # type: ignore[misc]
+    """The class of all loggers, also of those that are in use: `set_level` changes its methods."""
+
+
+def set_level(level: Level) -> None:
+    """Log events of `level` and above from now on."""
+    filtering = structlog.make_filtering_bound_logger(getattr(logging, level.upper()))
+    for name, method in vars(filtering).items():
+        if not name.startswith("__"):
+            setattr(_Logger, name, method)
+
+
+def configure(level: Level = "warning", format: Format = "text", file: TextIO | None = None) -> None:
     """Log events of `level` and above to `file`, by default standard error. May be called again.
 
     A separate thread writes to standard error: a reader that does not read or has ended, or a full disk, affects the
@@ -121,9 +134,10 @@ def configure(level: str = "warning", format: Format = "text", file: TextIO | No
         structlog.PrintLogger(target).msg(event)
 
     repeats = Repeats(emit)
+    set_level(level)
     structlog.configure(
         processors=[repeats, *rest],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        wrapper_class=_Logger,
         logger_factory=structlog.PrintLoggerFactory(target),
         cache_logger_on_first_use=file is None,
     )

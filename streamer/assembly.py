@@ -33,6 +33,7 @@ from streamer.following.handover import HandOvers
 from streamer.letters.dead_letter import DeadLetters
 from streamer.lifecycle import EmbeddedUSubscription
 from streamer.operating.control import Control
+from streamer.operating.log_level import LogLevel
 from streamer.operating.states import (
     Clocks,
     LossReports,
@@ -147,6 +148,7 @@ class Assembly:
             parts.interest_sources_of(config, self.hosted, self.endpoints, self.usubscription, runtime),
             lambda: tuple([one.newest_seq for one in logs]),
         )
+        self.log_level = LogLevel(lambda: self.config.streamer.log_level)
         self.paused = Paused(config.streamer.data_dir / FILE, self.endpoints, config.authority, runtime.disk)
         self.paused.load()  # before a command can change it
         self.view = View(self.endpoints, self.rules, self.interest, self.logs, self.paused)

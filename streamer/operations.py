@@ -52,6 +52,7 @@ def operations_of(streamer: ChangeableAssembly, reloader: Reloader) -> Operation
             **reading_operations(streamer.interest, streamer.logs),
             "backup": backups.operation(),
             "cursors": Operation(cursors),
+            "log_level": streamer.log_level.operation(),
             "release": Operation(release, ("consumer",), is_change=True),
             "status": status_operation(streamer),
             "vehicles": Operation(vehicles, ("count",)),

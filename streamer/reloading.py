@@ -240,6 +240,7 @@ class Reloader:
         streamer, config = self._streamer, plan.config
         if plan.has("streamer"):
             logs.configure(config.streamer.log_level, config.streamer.log_format)
+            streamer.log_level.keep()
         parts.retain(config, streamer.logs)
         with contextlib.suppress(UStatusError):  # then it keeps its size
             streamer.runtime.disk.reserve.bytes = parts.reserve_of(config).bytes

@@ -147,6 +147,7 @@ class ReportingAssembly(Assembly):
             *parts.notes_of(self.config, self.endpoints, self.rules),
             *self.ledger.notes(),
             *self.paused.notes(),
+            *self.log_level.notes(),
             *self.dead_letters.notes(),
             *(one.problem for one in self._held("unheard")),
             *self.certificates.notes(),

@@ -49,6 +49,7 @@ for command in (
     operating.resume,
     operating.paused,
     operating.vehicles,
+    operating.log_level,
     # on its files
     operating.subscriptions,
     backup.backup,

@@ -57,13 +57,19 @@ class Selected:
         return found
 
 
+def span_ms(text: str) -> int | None:
+    """Returns the milliseconds of a duration (30s, 10m, 2h, 7d); None for anything else."""
+    found = re.fullmatch(r"(\d{1,9})([smhd])", text)
+    return None if found is None else int(found[1]) * UNITS_MS[found[2]]
+
+
 def moment_ms(option: str, text: str | None) -> int | None:
     """Returns the Unix milliseconds of an RFC 3339 time, or of a duration before now (30s, 10m, 2h, 7d). Raises
     INVALID_ARGUMENT."""
     if text is None:
         return None
-    if span := re.fullmatch(r"(\d{1,9})([smhd])", text):
-        return uuids.now_ms() - int(span[1]) * UNITS_MS[span[2]]
+    if (span := span_ms(text)) is not None:
+        return uuids.now_ms() - span
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:

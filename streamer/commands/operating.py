@@ -13,6 +13,7 @@ import typer
 
 from storage import logs
 from streamer.commands import terminal
+from streamer.commands.letters import span_ms
 from streamer.commands.options import AsJson, DataDir, endpoints, load
 from streamer.commands.options import uri as uri_of
 from streamer.commands.terminal import Misuse
@@ -134,6 +135,28 @@ def reload(
     done = "ok: these changes are possible" if dry_run else "ok: reloaded"
     lines = [*answer["changes"], done] if answer["changes"] else ["ok: nothing has changed in the file"]
     terminal.tell(as_json, answer, "\n".join(lines))
+
+
+def log_level(
+    at: DataDir,
+    level: Annotated[logs.Level | None, typer.Argument(help="The level; without it, the present one is shown.")] = None,
+    duration: Annotated[
+        str | None, typer.Option("--for", help="How long, as 30s, 10m, 2h, 7d; without it, until a restart.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show or change the level of the log of a running streamer. Afterwards the configured level is back.
+
+    Example: [bold]up-streamer log-level debug --for 10m --config vehicle.toml[/]
+    """
+    milliseconds = span_ms(duration) if duration is not None else None
+    if duration is not None and (milliseconds is None or level is None):
+        raise Misuse(f"expected a level and a duration as 30s, 10m, 2h, 7d; got --for {duration}")
+    given = {"level": level} | ({} if milliseconds is None else {"for_s": milliseconds // 1_000})
+    answer = control.require(at.path, "log_level", given if level is not None else {})
+    ends = f" for {answer['ends_in_s']} s" if answer["ends_in_s"] is not None else ""
+    configured = f", configured is {answer['configured']}" if answer["configured"] != answer["level"] else ""
+    terminal.tell(as_json, answer, f"the log level is {answer['level']}{ends}{configured}")
 
 
 def vehicles(

@@ -6,7 +6,7 @@ control.py            The control of a running streamer: by RPC, and from the co
 durations.py          How long something takes: a histogram, for the metrics
 http_port.py          The HTTP server of the admin port
 known.py              Payloads that people can read and write as JSON
-metrics.py            The counters of a streamer as Prometheus metrics, read only on request
+log_level.py          Another level of the log, for a while
 meters.py             Rates, times of the last message, and lags, from counters that the parts keep anyway
 metrics.py            The counters of a streamer as Prometheus metrics, with those of its process, read only on request
 operations.py         What people and programs ask of a running streamer, by name

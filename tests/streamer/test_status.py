@@ -192,7 +192,7 @@ async def test_held_addresses_are_there_with_their_reason_and_pauses_with_their_
     assert one["text"]
     assert (cloud["waiting"], cloud["lag_records"]) == (4, 0), "what is held does not lag"
     assert (cloud["paused"], of(answer, "vehicle")["paused"]) == (True, False)
-    assert answer["paused"] == [{"topic": "up://vehicle1/1/1/8002", "peer": "cloud"}]
+    assert answer["paused"] == [{"topic": "up://vehicle1/1/1/8002", "peer": "cloud", "from": ""}]
     assert any("paused" in note for note in answer["notes"])
 
 

@@ -1,0 +1,73 @@
+"""The level of the log while the streamer runs: another one for a while, without a restart.
+
+log_level(level, for_s) -> in force at once -> after `for_s`: the configured level. Until then a note in /readyz says so
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any, Final, get_args
+
+import structlog
+
+from storage import logs
+from streamer.operating.operations import Arguments, Operation
+from uprotocol.status import invalid
+
+FOR_S_MAX: Final = 30 * 86_400
+LEVELS: Final[tuple[logs.Level, ...]] = get_args(logs.Level)
+
+log = structlog.get_logger()
+
+
+class LogLevel:
+    """`configured()`: the level that the configuration asks for. Lives on the loop."""
+
+    def __init__(self, configured: Callable[[], logs.Level]) -> None:
+        self._configured = configured
+        self._asked: logs.Level | None = None  # in place of the configured one
+        self._ends: asyncio.TimerHandle | None = None
+
+    def notes(self) -> Iterator[str]:
+        if self._asked is not None:
+            left = "until a restart" if self._ends is None else f"for {self._left_s:.0f} s more"
+            yield f"the log level is {self._asked} {left}; the configured one is {self._configured()}"
+
+    def keep(self) -> None:
+        """Set the level that is asked for once more: a reload has set the configured one."""
+        if self._asked is not None:
+            logs.set_level(self._asked)
+
+    def operation(self) -> Operation:
+        """Returns log_level: without `level` it only answers. `for_s`: until the configured level is back."""
+
+        async def log_level(given: Arguments) -> dict[str, Any]:
+            if "level" in given:
+                asked, for_s = given.text("level"), given.number("for_s") if "for_s" in given else None
+                level = next((one for one in LEVELS if one == asked), None)
+                if level is None:
+                    raise invalid(f"level: expected {', '.join(LEVELS)}; got {asked[:32]!r}")
+                if for_s is not None and not 1 <= for_s <= FOR_S_MAX:
+                    raise invalid(f"for_s: expected 1 to {FOR_S_MAX} seconds, got {for_s}")
+                self._change(level, for_s)
+            ends = None if self._ends is None else round(self._left_s)
+            return {"level": self._asked or self._configured(), "configured": self._configured(), "ends_in_s": ends}
+
+        return Operation(log_level, ("level", "for_s"), is_change=True)
+
+    @property
+    def _left_s(self) -> float:
+        assert self._ends is not None
+        return max(0.0, self._ends.when() - asyncio.get_running_loop().time())
+
+    def _change(self, level: logs.Level, for_s: int | None) -> None:
+        if self._ends is not None:
+            self._ends.cancel()
+            self._ends = None
+        was, configured = self._asked or self._configured(), self._configured()
+        self._asked = None if level == configured else level
+        if self._asked is not None and for_s is not None:
+            self._ends = asyncio.get_running_loop().call_later(for_s, self._change, configured, None)
+        logs.set_level(level)
+        log.warning("the log level has changed", level=level, was=was, configured=configured, for_s=for_s)
