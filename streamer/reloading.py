@@ -38,7 +38,7 @@ from usubscription_client import ServiceInterest, StaticFile
 
 # keys of an endpoint for which its network is closed and opened again
 NETWORK_KEYS: Final = ("transport", "authorities", "suffix", "hold", "settings")
-# ... and those for which its pumps are made anew
+# ... and those for which its pumps are created again
 PUMP_KEYS: Final = (*NETWORK_KEYS, "followed_by")
 EDGE_SECTIONS: Final = ("http", "grip", "channel", "proxy")
 OPEN_WAIT_S: Final = 3.0  # for the HTTP edge, before the answer

@@ -83,7 +83,7 @@ async def test_a_file_that_says_the_same_changes_nothing(make_world: MakeWorld) 
     assert [one.transport for one in world.streamer.endpoints] == transports
 
 
-async def test_each_difference_is_told_and_takes_effect(make_world: MakeWorld) -> None:
+async def test_each_difference_is_shown_and_takes_effect(make_world: MakeWorld) -> None:
     world = await make_world({"vehicle": "", "cloud": "none"}, AT_CLOUD)
     streamer, config = world.streamer, world.config
     world.networks["diag"] = FaultyNetwork.named("reloaded-diag")
@@ -163,8 +163,8 @@ async def test_an_endpoint_that_changes_under_load_loses_and_doubles_nothing(
     before = world.streamer.endpoints[name].transport
     new = with_endpoint(world.config, name, **keys)
     async with publishing(world) as accepted:
-        (told,) = await reload(world, new)
-        assert told.startswith(f"~ endpoint {name}: {next(iter(keys))}")
+        (shown,) = await reload(world, new)
+        assert shown.startswith(f"~ endpoint {name}: {next(iter(keys))}")
         is_opened = "followed_by" not in keys
         assert (world.streamer.endpoints[name].transport is not before) == is_opened
         await world.until(lambda: world.streamer.networks.is_connected(world.streamer.endpoints[name]))
@@ -224,7 +224,7 @@ async def test_a_renamed_endpoint_gets_what_waits_in_order(make_world: MakeWorld
     assert await reload(world, new) == []
 
 
-async def test_what_needs_a_restart_is_told_and_the_rest_is_applied(make_world: MakeWorld) -> None:
+async def test_what_needs_a_restart_is_reported_and_the_rest_is_applied(make_world: MakeWorld) -> None:
     world = await make_world({"vehicle": "", "cloud": "none"}, AT_CLOUD)
     config = world.config
     new = changed(
@@ -332,7 +332,7 @@ settings = { host = "a", username = "u", password = "secret-one" }
 """
 
 
-def test_secrets_are_not_told() -> None:
+def test_secrets_are_not_shown() -> None:
     old, new = loads(BASE), loads(BASE.replace("secret-one", "secret-two"))
     (found,) = differences(old, new)
     assert str(found) == "~ endpoint cloud: settings.password has changed"
