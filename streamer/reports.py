@@ -109,7 +109,7 @@ class ReportingAssembly(Assembly):
 
     def samples(self) -> Iterator[Sample]:
         self.states.look()
-        yield from metrics.of_process()
+        yield from metrics.of_process(self.runtime.disk.reserve)
         yield from self.meters.samples()
         for one in self.logs:
             yield from metrics.of_log(one)

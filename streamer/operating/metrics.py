@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from history.epochs.keeper import Keeper
 from history.log.log import Log
 from history.service.service import HistoryService
+from storage.faults import Reserve
 from streamer.egress.holds import LABELS
 from streamer.egress.pump import Pump
 from streamer.egress.sender import ExpressQueue
@@ -25,6 +26,8 @@ from streamer.letters.dead_letter import DeadLetters
 from streamer.operating.durations import Durations
 from streamer.operating.states import Sample, build, each
 from streamer.walk.endpoint import Endpoint
+from uprotocol.status import code_name
+from uprotocol.v1.ucode_pb2 import UCode
 
 # up_streamer_NAME (counters end with _total) -> kind, labels, help text
 COUNTER, GAUGE, HISTOGRAM = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -90,6 +93,7 @@ FAMILIES: Final[dict[str, tuple[type[Kinds], str, str]]] = {
     "log_disk_bytes": (GAUGE, "log", "Size of all files of a log, including its write-ahead log"),
     "log_disk_limit_bytes": (GAUGE, "log", "Limit of that size: history.retention_mib, or what the disk has room for"),
     "disk_free_bytes": (GAUGE, "log", "Free space on the disk of a log"),
+    "disk_reserve_missing_bytes": (GAUGE, "", "How much of the reserve for a full disk is used up; 0: it is whole"),
     "authority_received": (COUNTER, "endpoint authority", "Messages of a source authority"),
     "authority_received_bytes": (COUNTER, "endpoint authority", "Payload bytes of a source authority's messages"),
     "authority_dropped": (COUNTER, "endpoint authority", "Messages of a source authority that were dropped"),
@@ -172,12 +176,15 @@ def expose(samples: Callable[[], Iterable[Sample]]) -> bytes:
 
 # The samples of parts
 
+# of dead letters: all are there at 0 from the start, so that the first letter is an increase
+CODES: Final = [code_name(code) for code in UCode.values() if code]
 ASKED_OF_HISTORY: Final = ("polls", "describes", "records", "gaps", "refused", "denied", "withheld")
 ASKED_BY_FOLLOWERS: Final = ("commands", "frames", "expired")
 
 
-def of_process() -> Iterator[Sample]:
+def of_process(reserve: Reserve) -> Iterator[Sample]:
     yield "build_info", build(), 1
+    yield "disk_reserve_missing_bytes", (), max(0, reserve.bytes - reserve.held)
 
 
 def of_endpoint(endpoint: Endpoint, *, is_connected: bool) -> Iterator[Sample]:
@@ -242,7 +249,7 @@ def of_epochs(keeper: Keeper) -> Iterator[Sample]:
 
 def of_dead_letters(letters: DeadLetters) -> Iterator[Sample]:
     yield "queued_bytes", ("", "dead letters"), letters.queued_bytes
-    yield from each("dead_letters", (), letters.by_code)
+    yield from each("dead_letters", (), dict.fromkeys(CODES, 0) | letters.by_code)
     yield "dead_letters_lost", (), letters.lost
     yield "dead_letters_limited", (), letters.limited
     yield "dead_letters_damaged", (), letters.damaged
