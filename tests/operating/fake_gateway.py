@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from streamer.config import AdminSection
+from streamer.operating.control import PAUSE_ARGUMENTS
 from streamer.operating.http_port import HttpPort
 from streamer.operating.operations import Arguments, Operation, Operations
+from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -164,7 +166,7 @@ def busy_status() -> dict[str, Any]:
         ],
         disk={"free_bytes": 21_400_000_000, "reserve_bytes": 67_108_864, "log_limit_bytes": 8_000_000_000},
         dead_letters={"stored": 14, "total": 57, "by_code": {"PERMISSION_DENIED": 9, "INVALID_ARGUMENT": 5}},
-        paused=[{"topic": "up://body/8001/1/8010", "peer": "offboard"}],
+        paused=[{"topic": "up://body/8001/1/8010", "peer": "offboard", "from": ""}],
         follows=[{"endpoint": "body", "service": "up://ecu3/4/1/0", "state": "handed_over", "trouble": ""}],
         epochs=[{"group": "drive", "open": 3, "ended": 1_201, "incomplete": 2}],
         problems=[
@@ -264,10 +266,10 @@ class FakeGateway:
             {
                 "dead_letters": noted("dead_letters", self._list, "limit", "before", "code", "endpoint", "since_ms"),
                 "messages": noted("messages", self._last, "topic", "limit"),
-                "pause": noted("pause", self._pause, "topic", "peer"),
+                "pause": noted("pause", self._pause, *PAUSE_ARGUMENTS),
                 "purge_letters": noted("purge_letters", self._purge, *LETTER_ARGUMENTS),
                 "resend_letters": noted("resend_letters", self._resend, *LETTER_ARGUMENTS),
-                "resume": noted("resume", self._resume, "topic", "peer"),
+                "resume": noted("resume", self._resume, *PAUSE_ARGUMENTS),
                 "subscriptions": noted("subscriptions", self._page, "topic", "subscriber", "limit", "after"),
             }
         )
@@ -335,11 +337,17 @@ class FakeGateway:
         return {"topic": given["topic"], "messages": self.messages[: given["limit"]]}
 
     def _pause(self, given: dict[str, Any]) -> dict[str, Any]:
-        self.status["paused"] = [*self.status["paused"], given]
+        self.status["paused"] = [*self.status["paused"], _pause_of(given)]
         return {"paused": []}
 
     def _resume(self, given: dict[str, Any]) -> dict[str, Any]:
-        if given not in self.status["paused"]:
+        if _pause_of(given) not in self.status["paused"]:
             raise UStatusError(UCode.NOT_FOUND, "it is not paused")
-        self.status["paused"] = [one for one in self.status["paused"] if one != given]
+        self.status["paused"] = [one for one in self.status["paused"] if one != _pause_of(given)]
         return {"paused": []}
+
+
+def _pause_of(given: dict[str, Any]) -> dict[str, str]:
+    everything = uris.format(uris.ANY)
+    peer = given.get("peer") or given.get("endpoint") or given["rule_to"]
+    return {"topic": given.get("topic", everything), "peer": peer, "from": given.get("rule_from", "")}

@@ -497,19 +497,54 @@ async def test_a_topic_is_paused_and_resumed(page: Page, tmp_path: Path) -> None
         await page.evaluate("document.getElementById('pause-topic').focus()")
         await page.type("//v/8001/1/FFFF")
         await page.press("Tab")
+        await page.press("Tab")
         await page.type("offboard")
         await page.press("Enter")
-        await page.asks("Messages of //v/8001/1/FFFF wait in the log")
+        await page.asks("//v/8001/1/FFFF waits in the log, and does not go to offboard")
         await page.click("#confirm-do")
         await page.says("#pause-said", "Paused.")
         await page.says("#topics-paused", "❚❚ //v/8001/1/FFFF toward offboard")
         await page.click("nav a[href='#status']")
         await page.says("#facts .paused", "//v/8001/1/FFFF")
         await page.click("#facts .paused button")
-        await page.asks("Resume this topic?")
+        await page.asks("Resume?")
         await page.click("#confirm-do")
         await page.until("document.querySelector('#facts .paused') === null")
         assert gateway.asked("resume") == [{"topic": "//v/8001/1/FFFF", "peer": "offboard"}]
+
+
+async def test_an_endpoint_and_a_rule_are_paused_and_resumed(page: Page, tmp_path: Path) -> None:
+    async with FakeGateway(tmp_path) as gateway:
+        gateway.status = fakes.quiet_status(
+            [fakes.endpoint("a"), fakes.endpoint("b"), fakes.endpoint("c")],
+            flows=[fakes.flow("a", "b", 1.0), fakes.flow("c", "b", 1.0)],
+        )
+        await page.open(gateway, "topics")
+        for origin, given, text in (
+            ("", {"endpoint": "b"}, "everything toward b"),
+            ("a", {"rule_from": "a", "rule_to": "b"}, "everything from a toward b"),
+        ):
+            await page.evaluate(f"document.getElementById('pause-from').value = '{origin}'")
+            await page.evaluate("document.getElementById('pause-peer').value = 'b'")
+            await page.click("#pause-form button")
+            await page.asks("Everything")
+            await page.click("#confirm-do")
+            await page.says("#topics-paused", text)
+            assert gateway.asked("pause")[-1] == given
+            await page.click("nav a[href='#status']")
+            held = 2 if origin == "" else 1
+            await page.until(f"document.querySelectorAll('.arc.held').length === {held}")
+            await page.click("#facts .paused button")
+            await page.asks(text)
+            await page.click("#confirm-do")
+            await page.until("document.querySelector('.arc.held') === null")
+            await page.click("nav a[href='#topics']")
+            await page.until("document.querySelector('#topics-paused li') === null")
+            await page.until("document.querySelector('#pause-form button').ariaBusy !== 'true'")
+        assert gateway.asked("resume")[-1] == {"rule_from": "a", "rule_to": "b"}
+        await page.evaluate("document.getElementById('pause-topic').value = '//v/8001/1/8000'")
+        await page.click("#pause-form button")
+        await page.says("#pause-said", "A rule is paused as a whole")
 
 
 # Keyboard

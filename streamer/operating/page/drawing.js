@@ -68,7 +68,7 @@ function isHeld(source, target, paused) {
   const held = target.held ?? [], lives = (one, authority) => (one.authorities ?? []).some(pattern => fits(pattern, authority));
   const addresses = [
     ...held.map(one => one.address),
-    ...paused.filter(one => one.peer === target.name || lives(target, one.peer)).map(one => one.topic),
+    ...paused.filter(one => (one.peer === target.name || lives(target, one.peer)) && (!one.from || one.from === source.name)).map(one => one.topic),
   ];
   const authorities = addresses.map(one => /\/\/([^/]+)/.exec(one)?.[1] ?? '*');
   return (target.held_count ?? 0) > held.length || authorities.some(one => one === '*' || lives(source, one));

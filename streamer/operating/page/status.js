@@ -5,6 +5,7 @@ import {byId, bytes, confirmed, count, duration, kindOf, make, moment, rate, say
 import {draw} from '/page/drawing.js';
 
 const FILTER_FROM = 12; // endpoints; fewer are seen at once
+const EVERYTHING = 'up://*/FFFFFFFF/FF/FFFF'; // the pattern that all topics match
 const NAMES_MAX = 500; // that are suggested
 const LINES_MAX = 300; // of problems, flows, ...
 
@@ -163,21 +164,23 @@ function logFacts(log) {
 
 // Paused topics, also on the third screen
 
+const pauseText = one => `${one.topic === EVERYTHING ? 'everything' : one.topic}${one.from ? ` from ${one.from}` : ''} toward ${one.peer}`;
+
 export function pausedPanel(paused) {
   const said = make('p', {className: 'said', role: 'status'});
   const lines = paused.slice(0, LINES_MAX).map(one => {
-    const button = make('button', {type: 'button', 'aria-label': `Resume ${one.topic} toward ${one.peer}`}, 'Resume …');
-    button.dataset.pause = `${one.topic} ${one.peer}`;
+    const button = make('button', {type: 'button', 'aria-label': `Resume ${pauseText(one)}`}, 'Resume …');
+    button.dataset.pause = pauseText(one);
     button.addEventListener('click', () => resume(one, said));
-    return make('li', {}, make('span', {}, `❚❚ ${one.topic} toward ${one.peer} `), button);
+    return make('li', {}, make('span', {}, `❚❚ ${pauseText(one)} `), button);
   });
-  return make('section', {className: 'panel paused', 'aria-label': 'Paused topics'}, make('h2', {}, 'Paused topics'), make('ul', {className: 'bare'}, ...lines), said);
+  return make('section', {className: 'panel paused', 'aria-label': 'Paused'}, make('h2', {}, 'Paused'), make('ul', {className: 'bare'}, ...lines), said);
 }
 
 async function resume(one, said) {
-  if (!await confirmed('Resume this topic?', `What waits of ${one.topic} is sent to ${one.peer}.`, 'Resume')) return;
+  if (!await confirmed('Resume?', `What waits is sent: ${pauseText(one)}.`, 'Resume')) return;
   try {
-    await api.operate('resume', {topic: one.topic, peer: one.peer});
+    await api.operate('resume', one.from ? {rule_from: one.from, rule_to: one.peer} : {topic: one.topic, peer: one.peer});
     say(said, 'Resumed.');
   } catch (error) {
     said.classList.add('wrong');

@@ -89,10 +89,12 @@ byId('messages-form').addEventListener('submit', event => { event.preventDefault
 
 byId('pause-form').addEventListener('submit', event => {
   event.preventDefault();
-  const topic = byId('pause-topic').value.trim(), peer = byId('pause-peer').value.trim();
+  const [topic, from, peer] = ['topic', 'from', 'peer'].map(one => byId(`pause-${one}`).value.trim());
   during(button('pause-form'), byId('pause-said'), async () => {
-    if (!await confirmed('Pause this topic?', `Messages of ${topic} wait in the log, and do not go to ${peer} until it is resumed.`, 'Pause')) return;
-    await api.operate('pause', {topic, peer});
+    if (from && topic) throw new Error('A rule is paused as a whole: leave the topic or “From” empty.');
+    const given = from ? {rule_from: from, rule_to: peer} : topic ? {topic, peer} : {endpoint: peer};
+    if (!await confirmed('Pause?', `${topic || 'Everything'}${from ? ` from ${from}` : ''} waits in the log, and does not go to ${peer} until it is resumed.`, 'Pause')) return;
+    await api.operate('pause', given);
     say(byId('pause-said'), 'Paused.');
   });
 });
