@@ -2,7 +2,7 @@
 #   make demo [DATA=drives]   make test   make test-all   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
 #   make bench [ARGS="--legs disk --seconds 60" | ARGS=--curves | ARGS="--peer-rust BINARY"]
 #   make fuzz [MINUTES=10]   make simulate [SEEDS=10000 START=SEED]   make chaos   make spark-cluster   make interop   make brokers   make attack [ATTACK=polls SECONDS=20]
-#   make house [ARGS=--walks]   make lock   make lowest [ARGS=tests/...]   make audit       LOCK= installs the newest versions that pyproject.toml allows
+#   make house [ARGS=--walks]   make docs   make lock   make lowest [ARGS=tests/...]   make audit       LOCK= installs the newest versions that pyproject.toml allows
 # The core is compiled where there is a C compiler (docs/installing.md): COMPILED=0 runs the same Python as it is, COMPILED=1 fails where nothing can be compiled
 
 PYTHON ?= python3
@@ -12,6 +12,7 @@ STAMP  := $(VENV)/.installed
 LOCK   ?= requirements.lock
 LOWEST := .venv-lowest
 BUILDER := .venv-build
+WRITER := .venv-docs
 DATA   ?=
 ARGS   ?=
 SEEDS  ?= 2000
@@ -30,7 +31,7 @@ ifneq ($(COMPILED),)
 export UP_STREAMER_COMPILED := $(COMPILED)
 endif
 
-.PHONY: core demo test test-interpreted test-all check format house fuzz simulate chaos attack interop brokers spark-cluster bench proto spec-coverage config-reference wheel lock lowest audit clean
+.PHONY: core demo test test-interpreted test-all check format house fuzz simulate chaos attack interop brokers spark-cluster bench proto spec-coverage config-reference wheel docs lock lowest audit clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml $(LOCK)
@@ -130,6 +131,14 @@ wheel: $(BUILDER)/.installed  # one for every Python and machine, and one with t
 	@UP_STREAMER_COMPILED=0 $(BUILDER)/bin/python -m build --wheel --no-isolation --outdir dist .
 	@$(if $(filter 0,$(COMPILED)),:,$(BUILDER)/bin/python -m build --wheel --no-isolation --outdir dist .)
 
+$(WRITER)/.installed: requirements-docs.lock
+	@$(PYTHON) -m venv $(WRITER)
+	@$(WRITER)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements-docs.lock
+	@touch $@
+
+docs: $(WRITER)/.installed  # the site, into dist/site: every link is followed, and its pages load nothing from elsewhere
+	@$(WRITER)/bin/python tools/docs_site.py
+
 lock: $(STAMP)  # the newest versions that pyproject.toml allows, for every Python and platform; then `make test`
 	@$(BIN)/python tools/lock.py
 
@@ -145,4 +154,4 @@ audit: $(STAMP)  # known weaknesses in what is pinned, and what a gateway is mad
 	@$(BIN)/pip-audit --strict --disable-pip --require-hashes --requirement requirements.lock $(ARGS)  # strict: who could not look has found nothing
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(BUILDER) uprotocol/_compiled .mypy_cache .ruff_cache .pytest_cache .hypothesis dist out
+	rm -rf $(VENV) $(LOWEST) $(BUILDER) $(WRITER) uprotocol/_compiled .mypy_cache .ruff_cache .pytest_cache .hypothesis dist out

@@ -2,6 +2,7 @@
 
 pyproject.toml -> requirements.lock (to develop: every extra) -> deploy/requirements.lock (a gateway: a subset)
                                                               -> requirements-build.lock (`make wheel`: a subset)
+               -> requirements-docs.lock (`make docs`: its own group, since no other target needs it)
 
 pip cannot install an editable package with hashes, so that is a second step, without dependencies: see the Makefile.
 """
@@ -20,6 +21,8 @@ GATEWAY: Final = "deploy/requirements.lock"
 GATEWAY_EXTRAS: Final = ("zenoh", "mqtt5", "dds", "http")
 BUILD: Final = "requirements-build.lock"
 BUILD_EXTRAS: Final = ("build",)
+DOCS: Final = "requirements-docs.lock"
+SOURCE: Final = "pyproject.toml"
 # a line `coverage==1` does not keep pip 23 from taking a newer `coverage[toml]`, which it then refuses: it has no hash
 WITH_EXTRAS: Final = "--no-strip-extras"
 OPTIONS: Final = ("--universal", "--python-version", PYTHON, "--generate-hashes", "--no-annotate", WITH_EXTRAS)
@@ -30,7 +33,6 @@ def compile(output: str, *options: str) -> None:
         str(Path(sys.executable).parent / "uv"),
         "pip",
         "compile",
-        "pyproject.toml",
         "--quiet",
         "--upgrade",
         *OPTIONS,
@@ -40,9 +42,10 @@ def compile(output: str, *options: str) -> None:
 
 
 def main() -> None:
-    compile(ALL, "--all-extras")
+    compile(ALL, SOURCE, "--all-extras")
     for output, extras in ((GATEWAY, GATEWAY_EXTRAS), (BUILD, BUILD_EXTRAS)):
-        compile(output, *(f"--extra={extra}" for extra in extras), "--constraint", ALL)
+        compile(output, SOURCE, *(f"--extra={extra}" for extra in extras), "--constraint", ALL)
+    compile(DOCS, "--group=docs")
 
 
 if __name__ == "__main__":

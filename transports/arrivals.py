@@ -429,6 +429,7 @@ class Arrivals(Generic[T]):
         self._requeue()
 
     def resume(self) -> None:
+        """Delivers again."""
         self._paused = False
         if self._capacity.items:
             self._wake()

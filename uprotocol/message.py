@@ -114,41 +114,50 @@ class UMessageBuilder:
         return builder.with_priority(request.priority).with_ttl(request.ttl)
 
     def with_id(self, id: UUID) -> Self:
+        """Sets the id; without it, `build` creates one."""
         self._id = id
         return self
 
     def with_priority(self, priority: UPriority.ValueType) -> Self:
+        """Sets the priority; requests need CS4 or a higher one."""
         self._attributes.priority = priority
         return self
 
     def with_ttl(self, ttl_ms: int) -> Self:
+        """Sets the time to live in milliseconds; 0: no end. Raises INVALID_ARGUMENT."""
         if not 0 <= ttl_ms <= _UINT32_MAX:
             raise invalid(f"a ttl is 0 to {_UINT32_MAX} ms, got {ttl_ms}")
         self._attributes.ttl = ttl_ms
         return self
 
     def with_token(self, token: str) -> Self:
+        """Sets the access token of a request."""
         self._attributes.token = token
         return self
 
     def with_permission_level(self, level: int) -> Self:
+        """Sets the permission level of a request. Raises INVALID_ARGUMENT."""
         if not 0 <= level <= _UINT32_MAX:
             raise invalid(f"a permission level is 0 to {_UINT32_MAX}, got {level}")
         self._attributes.permission_level = level
         return self
 
     def with_commstatus(self, code: UCode.ValueType) -> Self:
+        """Sets the status of a response."""
         self._attributes.commstatus = code
         return self
 
     def with_traceparent(self, traceparent: str) -> Self:
+        """Sets the trace context (W3C Trace Context)."""
         self._attributes.traceparent = traceparent
         return self
 
     def build(self) -> UMessage:
+        """Returns the message without a payload. Raises INVALID_ARGUMENT for invalid attributes."""
         return self.build_from_upayload(None)
 
     def build_from_upayload(self, payload: UPayload | None) -> UMessage:
+        """Returns the message. Raises INVALID_ARGUMENT for invalid attributes."""
         message = UMessage(attributes=self._attributes)
         message.attributes.id.CopyFrom(self._id if self._id is not None else uuids.new())
         if payload is not None:

@@ -53,14 +53,16 @@ class UListener(Protocol):
     that arrived together. Either may return an awaitable: the message counts as received when it completes.
     """
 
-    def on_receive(self, message: UMessage) -> Awaitable[None] | None: ...
+    def on_receive(self, message: UMessage) -> Awaitable[None] | None:
+        """Takes a message. The network has an acknowledgement once the returned awaitable has completed."""
 
 
 @runtime_checkable
 class UBatchListener(Protocol):
     """The optional batch method of a listener."""
 
-    def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None] | None: ...
+    def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None] | None:
+        """Takes messages in their order. The awaitable: as of `on_receive`, for all of them."""
 
 
 class EncodedListener(abc.ABC):
@@ -88,6 +90,7 @@ class LocalUriProvider:
             raise invalid(f"a local uEntity has a concrete authority, id and version, got {uris.format(self._source)}")
 
     def get_authority(self) -> str:
+        """Returns the authority of this uEntity."""
         return self._source.authority_name
 
     def get_source(self) -> UUri:
@@ -95,6 +98,7 @@ class LocalUriProvider:
         return self.get_resource(uris.RESOURCE_REPLY)
 
     def get_resource(self, resource_id: int) -> UUri:
+        """Returns the address of a resource of this uEntity."""
         source = self._source
         return uris.uri(source.authority_name, source.ue_id, source.ue_version_major, resource_id)
 

@@ -101,6 +101,7 @@ def time_ms(id: UUID) -> int:
 
 
 def format(id: UUID) -> str:
+    """Returns the id as 8-4-4-4-12 hexadecimal digits, in lower case."""
     text = f"{id.msb:016x}{id.lsb:016x}"
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 

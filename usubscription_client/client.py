@@ -256,6 +256,7 @@ class USubscriptionClient:
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, why)
 
     async def fetch_subscribers(self, topic: UUri) -> list[UUri]:
+        """Returns who is subscribed to a topic. Raises what the service answers."""
         if await self.find_version() == 4:
             return [one.subscriber for one in await self.fetch_subscriptions(topic)]
         found: list[UUri] = []
@@ -274,6 +275,7 @@ class USubscriptionClient:
         self._registered[uris.key(topic) if topic is not None else None] = topic
 
     async def unregister_for_notifications(self, topic: UUri | None = None) -> None:
+        """Ends the notifications for a topic; None: those for all topics."""
         self._registered.pop(uris.key(topic) if topic is not None else None, None)
         await self._register(wire.UNREGISTER, topic)
 

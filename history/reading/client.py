@@ -333,6 +333,7 @@ class Frames(UListener):
         self._topics.add(key)
 
     async def leave(self, topic: UUri) -> None:
+        """Stops listening for frames on a topic."""
         key = topic.SerializeToString()
         if key in self._topics:
             self._topics.remove(key)
@@ -340,6 +341,7 @@ class Frames(UListener):
                 await self._transport.unregister_listener(topic, self, self.to)
 
     async def close(self) -> None:
+        """Stops listening for frames."""
         for key in list(self._topics):
             await self.leave(UUri.FromString(key))
 
@@ -348,9 +350,11 @@ class Frames(UListener):
         self._pushes[subscription, topic.SerializeToString()] = callback
 
     def forget(self, topic: UUri, subscription: int) -> None:
+        """Ends what `expect` has begun."""
         self._pushes.pop((subscription, topic.SerializeToString()), None)
 
     def on_receive(self, message: UMessage) -> None:
+        """Takes a frame, and passes it on to the callback of its subscription."""
         try:
             frame = UPayload.of(message).unpack(Frame)
         except UStatusError:

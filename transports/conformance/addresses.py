@@ -32,6 +32,8 @@ ADDRESS_CHARACTERS_MAX: Final = 1_024
 
 
 class AddressConformance(TransportHarness):
+    """Tests of how a transport maps addresses and filters."""
+
     def publication(self, payload: bytes, resource: int = 0x9A01, authority: str = BETA) -> UMessage:
         """A publish of alpha, with the sink of a streamer of `authority` if the network needs one."""
         source = topic(resource=resource)
@@ -40,6 +42,7 @@ class AddressConformance(TransportHarness):
         return streamed(payload, source, authority)
 
     def publications(self, *payloads: bytes, resource: int = 0x9A01) -> list[UMessage]:
+        """Publishes of alpha, one for each payload."""
         return [self.publication(payload, resource) for payload in payloads]
 
     def filters(self, resource: int = 0x9A01, authority: str = BETA) -> tuple[UUri, UUri | None]:

@@ -15,6 +15,8 @@ TcpStream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class TcpProxy:
+    """Passes TCP connections on to a broker, and cuts them for tests."""
+
     def __init__(self, host: str, port: int) -> None:
         self._target = (host, port)
         self._writers: set[asyncio.StreamWriter] = set()
@@ -24,6 +26,7 @@ class TcpProxy:
         self.port = 0
 
     async def start(self, port: int = 0) -> None:
+        """Listens on 127.0.0.1; port 0: any free one, see `port`."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -34,9 +37,11 @@ class TcpProxy:
             writer.transport.abort()
 
     def mend(self) -> None:
+        """Accepts connections again."""
         self._whole = True
 
     async def stop(self) -> None:
+        """Cuts all connections, and listens no more."""
         self.cut()
         if self._server is not None:
             self._server.close()

@@ -27,6 +27,7 @@ class Sink:
         self._waiting_on: asyncio.AbstractEventLoop | None = None
 
     def on_receive(self, message: UMessage) -> Awaitable[None] | None:
+        """Keeps a message."""
         if message.payload == PROBE:
             self.probes += 1
         else:
@@ -50,6 +51,7 @@ class Sink:
         return self.messages[:count]
 
     async def expect_payload(self, payload: bytes) -> None:
+        """Waits until a message with this payload has come."""
         checked = 0
 
         def has_come() -> bool:

@@ -109,6 +109,8 @@ class WebSocketConfig(BaseModel):
 
 
 class Mqtt5Config(TransportSettings):
+    """The settings of an MQTT 5 transport (docs/mqtt5.md)."""
+
     host: str = Field(default="127.0.0.1", min_length=1, description="of the broker")
     port: int = Field(default=1883, ge=1, le=65_535, description="usually 1883, with TLS 8883")
     mode: Mode = Field(

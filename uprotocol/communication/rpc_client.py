@@ -149,6 +149,7 @@ class InMemoryRpcClient(RpcClient):
                 call.set_exception(failed)
 
     def on_receive(self, message: UMessage) -> None:
+        """Takes a response, and completes the call that waits for it."""
         attributes = message.attributes
         if attributes.type != RESPONSE:
             self.dropped["not_a_response"] += 1
@@ -160,6 +161,7 @@ class InMemoryRpcClient(RpcClient):
             call.set_result(message)
 
     def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
+        """Takes responses."""
         for message in messages:
             self.on_receive(message)
 

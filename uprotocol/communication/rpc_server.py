@@ -133,9 +133,11 @@ class InMemoryRpcServer(RpcServer):
         await self.responses.drain(self._drain_ms_max)
 
     def on_receive(self, message: UMessage) -> None:
+        """Takes a request."""
         self.on_receive_batch([message])
 
     def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
+        """Takes requests; each is answered by the handler of its method, or with an error."""
         now_ms = uuids.now_ms()
         for request in messages:
             if attrs.is_expired(request.attributes, now_ms):
