@@ -188,6 +188,17 @@ class FollowedLogs:
         else:
             self._storage.save_lazily({}, row, 0)
 
+    def rename(self, key: str, to: str) -> None:
+        """Give a position another key, in one transaction. Not while an append with one of them is under way."""
+        position = self._known.get(key)
+        if position is None:
+            return
+        self.keep(to, position, at_once=True)
+        if key in self.went_back:
+            self.went_back.add(to)
+            self._storage.save(LogChanges(meta={AGAIN_PREFIX + to: 1}))
+        self.keep(key, None, at_once=True)
+
     def caught_up(self, key: str) -> None:
         """A position that `went_back` has reached everything that was confirmed before."""
         if key in self.went_back:

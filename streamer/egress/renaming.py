@@ -35,10 +35,9 @@ def rename(old: str, new: str, logs: Iterable[Log], folder: Path) -> bool:
         names = {name: _renamed(name, old, new) for name in one.cursors.seqs() if endpoint_of(name) == old}
         one.cursors.rename(names)
         found = found or bool(names)
-        for key, position in one.followed.positions().items():
+        for key in one.followed.positions():
             if (to := _followed_at(key, old, new)) is not None:
-                one.followed.keep(to, position, at_once=True)
-                one.followed.keep(key, None, at_once=True)
+                one.followed.rename(key, to)
     with contextlib.suppress(FileNotFoundError):
         os.replace(folder / TRANSPORT_FILE.format(old), folder / TRANSPORT_FILE.format(new))
     if found:

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any, Final, Self, get_args
 
 import pytest
 
 from campaigns.simulation.loop import EPOCH_S
+from history.file.copying import make_another
 from history.log.log import Log
 from history.reading.acceptor import Acceptor, ReaderState
 from history.reading.client import Frames, HistoryClient
@@ -651,3 +653,20 @@ def test_a_ring_is_heard_while_it_is_pushed() -> None:
         await world.close()
 
     virtually(run())
+
+
+async def test_a_renamed_position_is_read_again_if_it_went_back(tmp_path: Path) -> None:
+    path = tmp_path / "history.db"
+    async with await Log.open(path, name="renamed") as log:
+        log.followed.keep("old:a", b"1")
+        log.followed.keep("old:b", b"2")
+        await log.saved()
+    make_another(path, bytes(16), 0, "restored")
+    async with await Log.open(path, name="renamed") as log:
+        assert log.followed.went_back == {"old:a", "old:b"}
+        log.followed.caught_up("old:b")
+        for key in log.followed.positions():
+            log.followed.rename(key, key.replace("old", "new"))
+    async with await Log.open(path, name="renamed") as log:
+        assert log.followed.positions() == {"new:a": b"1", "new:b": b"2"}
+        assert log.followed.went_back == {"new:a"}
