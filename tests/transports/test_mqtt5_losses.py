@@ -203,6 +203,21 @@ async def test_a_session_that_the_broker_lost_is_reported(make_broker: MakeBroke
 
 
 @pytest.mark.broker
+async def test_a_session_that_goes_on_at_another_address_of_the_broker_is_not_lost(
+    make_broker: MakeBroker, tmp_path: Path
+) -> None:
+    """As after a change of `host` or `port`. With another client_id it is another session."""
+    broker, file = make_broker(), tmp_path / "transport.json"
+    for settings, losses in (({"host": "127.0.0.1"}, 0), ({"host": "localhost"}, 0), ({"client_id": "other"}, 1)):
+        one = end(broker.port, "gateway", **SESSION | settings)
+        one.remember_in(str(file))
+        reports = Reports(one)
+        async with one:
+            assert len(reports.losses) == losses
+            await one.register_listener(TOPIC, Heard())
+
+
+@pytest.mark.broker
 async def test_a_session_that_was_ended_on_purpose_is_not_reported(make_broker: MakeBroker) -> None:
     """With a made-up name it ends with `close`; with session expiry 0 it has no session to lose."""
     broker = make_broker()

@@ -25,6 +25,7 @@ import structlog
 from transports.base import tell
 from uprotocol.transport import LossCallback
 
+ADDRESS: Final = " at "  # between the client_id and the broker's address, in the name of a session
 DROPPED_TOPIC: Final = "$SYS/broker/publish/messages/dropped"
 # after our return: an update may be late by sys_interval (10 s unless set; up to a minute is allowed here)
 SETTLE_S: Final = 70.0
@@ -95,8 +96,8 @@ class DropCount:
 class Losses:
     """Reports each loss once: a line in the log, a counter, and the callbacks. Lives on the event loop.
 
-    `session` names the one that the broker keeps for us; None if its name is generated at each start, so that no later
-    process resumes it.
+    `session` names the one that the broker keeps for us, "CLIENT_ID at ADDRESS"; None if its name is generated at each
+    start, so that no later process resumes it.
     """
 
     def __init__(self, address: str, session: str | None, counters: Counter[str]) -> None:
@@ -138,7 +139,14 @@ class Losses:
         self._left = session if isinstance(session, str) else None
         if session is not None and session == self._session:
             self._dropped.last = dropped if type(dropped) is int else None
+        if self._is_of_ours(self._left):
             self.filters_left = filters
+
+    def _is_of_ours(self, left: str | None) -> bool:
+        """The session has our client_id, at this address or at one that the broker had before."""
+        if left is None or self._session is None:
+            return False
+        return left == self._session or left.rpartition(ADDRESS)[0] == self._session.rpartition(ADDRESS)[0] != ""
 
     def _save(self, filters: tuple[str, ...]) -> None:
         """`filters`: all that the session has. Without any, nothing can be lost with the session."""
@@ -183,7 +191,10 @@ class Losses:
         asked for a new one."""
         left, self._left = self._left, None
         if left is not None:
-            lost = not forgets and not (resumed and left == self._session)
+            lost = not forgets and not (resumed and self._is_of_ours(left))
+            if resumed and not lost and left != self._session:
+                why = "the session goes on at another address; if that is another broker, what the first kept is lost"
+                log.warning(why, session=self._session, former=left)
         else:
             lost, left = had_session and not resumed, self._session
         if resumed:

@@ -25,7 +25,7 @@ from transports.mqtt5 import reasons, wire
 from transports.mqtt5.config import Mqtt5Config
 from transports.mqtt5.connection import Connection, Disconnected
 from transports.mqtt5.link import HANGS_UP, Link
-from transports.mqtt5.losses import DROPPED_TOPIC, Losses
+from transports.mqtt5.losses import ADDRESS, DROPPED_TOPIC, Losses
 from transports.mqtt5.mapping import Mapping, Mode
 from transports.mqtt5.packets import Welcome
 from transports.mqtt5.probe import BrokerProbe
@@ -79,7 +79,7 @@ class Mqtt5Transport(TransportBase):
         self.on_pubacks = self._window.on_pubacks  # for the connection
         is_resumed = config.client_id is not None and config.session_expiry_s > 0
         self._losses = Losses(
-            link.address, f"{config.client_id} at {link.address}" if is_resumed else None, self.dropped
+            link.address, f"{config.client_id}{ADDRESS}{link.address}" if is_resumed else None, self.dropped
         )
         self._has_session = False  # the broker keeps one for us, as far as is known
         self._was_welcomed = False  # the broker has accepted a login of this object
