@@ -29,7 +29,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
-LOOK_S: Final = 60.0  # between two checks of the files: a renewal may take days
+LOOK_S: Final = 2.0  # between two checks whether a file has changed, which costs a stat of each
 DAY_S: Final = 86_400
 SOON_S: Final = 14 * DAY_S  # so long before its expiry a certificate is reported
 EDGE: Final = "[http]"  # in place of an endpoint's name, which can't be that
