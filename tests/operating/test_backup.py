@@ -495,3 +495,52 @@ async def test_the_commands_do_both(tmp_path: Path) -> None:
     assert run("restore", tmp_path / "two", "--data-dir", tmp_path / "new", "--json").exit_code == 0
     assert "missing" in run("history", "acknowledge", "--data-dir", tmp_path / "new").output
     assert run("history", "verify", "--data-dir", tmp_path / "new").exit_code == 0
+
+
+WRITING = """
+import asyncio, sys
+from pathlib import Path
+from storage import copies, logs
+from streamer.app import serve
+from streamer.config import load
+from tests.operating.test_backup import add
+
+logs.configure()  # to standard error
+copies.STEP_BYTES = 1 << 14  # many steps
+
+async def main():
+    made = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(serve(load(Path(sys.argv[1])), made.set_result))
+    durable = (await made).logs.durable
+    await add(durable, 500)
+    print("filled", flush=True)
+    while True:
+        await add(durable, 1)
+asyncio.run(main())
+"""
+
+
+async def test_a_streamer_that_is_killed_while_it_is_backed_up_has_a_sound_log_and_no_backup(tmp_path: Path) -> None:
+    config = tmp_path / "vehicle.toml"
+    config.write_text(
+        f'[streamer]\ndata_dir = "{tmp_path}/data"\n'
+        '[[endpoint]]\nname = "v"\ntransport = "local"\nauthorities = ["vehicle1"]\n'
+    )
+    command = [sys.executable, "-c", WRITING, str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:  # noqa: ASYNC220 - it starts at once
+        assert process.stdout is not None
+        try:
+            assert await asyncio.to_thread(process.stdout.readline) == b"filled\n"
+            asking = asyncio.create_task(asyncio.to_thread(run, "backup", tmp_path / "backup", "--config", config))
+            async with asyncio.timeout(20):
+                while not (tmp_path / "backup" / "history.db").exists():  # noqa: ASYNC110 - of another process
+                    await asyncio.sleep(0.001)
+        finally:
+            process.kill()
+    asked = await asking
+    assert asked.exit_code == 1
+    assert "does not answer" in asked.output
+    assert not (tmp_path / "backup" / "manifest.json").exists()
+    assert verify(tmp_path / "data" / "history.db").is_sound
+    assert run("backup", tmp_path / "again", "--config", config).exit_code == 0
+    assert verify(tmp_path / "again" / "history.db").is_sound
