@@ -123,7 +123,7 @@ def _row(one: dict[str, Any], now: str) -> list[object]:
         _age(one["since"], now),
         f"{one['in_per_s']:.1f}",
         f"{one['out_per_s']:.1f}",
-        one["waiting"],
+        _waiting(one),
         lag,
         one["retries"],
         one["held_count"],
@@ -180,6 +180,11 @@ def _below(found: dict[str, Any]) -> Iterator[str]:
         yield f"certificate: {one['endpoint'] or 'admin'} {one['setting']} until {_time(one['expires'])}"
     yield from (f"problem: {one}" for one in found["problems"])
     yield from (f"note: {one}" for one in found["notes"])
+
+
+def _waiting(one: dict[str, Any]) -> str:
+    topics = one["waiting_topics"]
+    return f"{one['waiting']} and {topics} topic{'s' if topics > 1 else ''}" if topics else str(one["waiting"])
 
 
 def _time(moment: str | None) -> str:

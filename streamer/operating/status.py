@@ -61,6 +61,9 @@ class EndpointStatus(_Reported):
     in_per_s: float = Field(default=0.0, description="mean of the last 10 s")
     out_per_s: float = Field(default=0.0, description="mean of the last 10 s")
     waiting: int = Field(default=0, description="records in both logs, and requests and responses, that it has not had")
+    waiting_topics: int = Field(
+        default=0, description="topics that are paused, or whose subscribers are not known yet: their records wait, too"
+    )
     lag_records: int = Field(default=0, description="records in both logs behind its positions, without held ones")
     lag_s: float = Field(
         default=0.0, description="age of the oldest of these, by when the log took it; 0: there is none"
@@ -266,12 +269,13 @@ def _endpoint(streamer: ReportingAssembly, attached: Attached) -> EndpointStatus
         in_per_s=round(in_per_s, 1),
         out_per_s=round(out_per_s, 1),
         waiting=behind + sum(hold.records for hold in held) + len(streamer.express.queues[endpoint.name]),
+        waiting_topics=sum(len(pump.topic_holds) for pump in pumps),
         lag_records=behind,
         lag_s=round(max((meters.lag_s(pump) for pump in pumps), default=0.0), 3),
         retries=sum(pump.retries for pump in pumps),
         held=[
             HeldAddress(
-                address=cut_line(hold.name),
+                address=cut_line(hold.name.strip("'")),
                 reason=hold.label,
                 since=moment(now_ms - round((loop_s - hold.began) * 1000)),
                 records=hold.records,
