@@ -162,7 +162,7 @@ class FaultyNetwork(LocalNetwork):
 
     def lose(self, member: LocalTransport) -> None:
         super().lose(member)
-        for call in self._calls[member].running:
+        for call in self._calls[member].running if member in self._calls else ():  # keeps no member that has left
             call.failed = call.lost = True
 
     async def send(
@@ -205,7 +205,7 @@ class FaultyNetwork(LocalNetwork):
     def is_heard(self, sender: LocalTransport, message: UMessage, address: str) -> bool:
         if self._refuses(address, sender.authority):
             return True  # `carry` refuses it, so it does not matter whether anybody listens
-        if any(address in call.absent for call in self._calls[sender].running):
+        if sender in self._calls and any(address in call.absent for call in self._calls[sender].running):
             return False
         return super().is_heard(sender, message, address)
 
