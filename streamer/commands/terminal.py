@@ -105,7 +105,8 @@ def width() -> int | None:
 
 def lined(lines: Iterable[str]) -> Text:
     """Returns lines, safe for foreign text."""
-    return Text("\n".join(map(plain, lines)), no_wrap=not sys.stdout.isatty(), overflow="ignore")
+    is_whole = not sys.stdout.isatty()
+    return Text("\n".join(map(plain, lines)), no_wrap=is_whole, overflow="ignore" if is_whole else "fold")
 
 
 def tabled(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], width: int | None) -> RenderableType:
@@ -119,7 +120,7 @@ def tabled(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]],
         return lined(lines)
     if sum(lengths) + 3 * len(lengths) + 1 > width:
         cards = ["\n".join(f"{name}: {cell}" for name, cell in zip(columns, row, strict=True) if cell) for row in cells]
-        return Text("\n\n".join([*([title] if title else []), *cards]))
+        return Text("\n\n".join([*([title] if title else []), *cards, ""]))
     table = Table(*columns, title=title)
     for row in cells:
         table.add_row(*map(Text, row))

@@ -171,6 +171,23 @@ def test_in_a_narrow_terminal_a_status_has_cards(file: Path, running: subprocess
     assert running.poll() is None
 
 
+@pytest.mark.slow
+def test_what_is_watched_in_a_narrow_terminal_is_folded_and_not_cut(file: Path, running: subprocess.Popen[str]) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 30, 0, 0))
+    command = [sys.executable, "-m", "streamer.commands.cli", "status", "--watch", "--config", str(file)]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=without_columns()) as process:
+        os.close(theirs)
+        shown = b""
+        while b"start" not in shown.rpartition(b"dead letters: ")[2]:  # the last line of the first look
+            shown += os.read(ours, 65_536)
+        process.send_signal(signal.SIGINT)
+        _read(ours)
+        assert process.wait(20) == 0
+    assert b"0 stored, 0 \r\nsince the start" in shown
+    assert running.poll() is None
+
+
 def without_columns() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
 
