@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from streamer.egress import skipping
 from streamer.letters.operations import letter_operations
 from streamer.letters.resending import Resender
 from streamer.operating.backup import Backups
@@ -12,6 +13,8 @@ from streamer.operating.operations import Arguments, Operation, Operations
 from streamer.operating.reading import reading_operations
 from streamer.operating.status import status_operation
 from uprotocol.pacing import Pace
+from uprotocol.status import UStatusError, invalid
+from uprotocol.v1.ucode_pb2 import UCode
 
 if TYPE_CHECKING:
     from streamer.attaching import ChangeableAssembly
@@ -32,6 +35,17 @@ def operations_of(streamer: ChangeableAssembly, reloader: Reloader) -> Operation
 
     async def cursors(_: Arguments) -> dict[str, Any]:
         return {"cursors": streamer.cursors()[:CURSORS_MAX]}
+
+    async def skip(given: Arguments) -> dict[str, Any]:
+        endpoint, to_ms, dry_run = given.text("endpoint"), given.number("to_ms"), given.flag("dry_run")
+        attached = streamer.attached.get(endpoint)
+        if attached is None:
+            known = ", ".join(streamer.attached)
+            raise UStatusError(UCode.NOT_FOUND, f"there is no endpoint {endpoint[:64]!r}; there are {known}")
+        if to_ms > streamer.runtime.now_ms():
+            raise invalid("to_ms: expected a time that has passed: what is still to come can't be skipped")
+        skipped = await skipping.skip(attached.pumps, to_ms, dry_run=dry_run)
+        return skipping.as_dict(endpoint, to_ms, skipped, dry_run=dry_run)
 
     def pace_of(endpoint: str) -> Pace | None:
         attached = streamer.attached.get(endpoint)
@@ -55,6 +69,7 @@ def operations_of(streamer: ChangeableAssembly, reloader: Reloader) -> Operation
             "log_level": streamer.log_level.operation(),
             "release": Operation(release, ("consumer",), is_change=True),
             "status": status_operation(streamer),
+            "skip": Operation(skip, ("endpoint", "to_ms", "dry_run"), is_change=True),
             "vehicles": Operation(vehicles, ("count",)),
         }
     )

@@ -22,7 +22,7 @@ app = typer.Typer(
 )
 cursors_app = typer.Typer(
     name="cursors",
-    help="Show and change for whom records wait in a streamer's log: list, adopt, forget, consumers, release.",
+    help="Show and change for whom records wait in a streamer's log: list, adopt, forget, skip, consumers, release.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -57,7 +57,7 @@ for command in (
     client.demo,
 ):
     options.add(app, command)
-for on_cursors in (cursors.list_, cursors.adopt, cursors.forget, cursors.consumers, cursors.release):
+for on_cursors in (cursors.list_, cursors.adopt, cursors.forget, cursors.skip, cursors.consumers, cursors.release):
     options.add(cursors_app, on_cursors)
 for on_letters in (letters.list_, letters.show, letters.resend, letters.purge):
     options.add(letters_app, on_letters)

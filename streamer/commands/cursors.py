@@ -3,7 +3,7 @@
 list               asks the running streamer, else reads its log; read only
 consumers          reads the log; read only; the streamer may run
 adopt, forget      write to the log, so the streamer must be stopped
-release            asks the running streamer, else writes to its log
+release, skip      ask the running streamer, else write to its log
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from history.service.consumers import CURSOR_PREFIX as CONSUMER_PREFIX
 from history.service.consumers import owner_of, owners
 from storage.disk import REAL_DISK
 from streamer.commands import terminal
+from streamer.commands.letters import moment_ms
 from streamer.commands.options import AsJson, DataDir, endpoints
-from streamer.egress import claims
+from streamer.egress import claims, skipping
 from streamer.egress.claims import Listed, endpoint_of
 from streamer.egress.holds import CURSOR_PREFIX, HELD_PREFIX, HOLDER, OWED_PREFIX, PARKED_PREFIX
-from streamer.egress.pump import BEGAN_PREFIX
+from streamer.egress.pump import BEGAN_PREFIX, SKIPPED_PREFIX
 from streamer.following.handover import FOLLOWED_PREFIX
 from streamer.operating import control
 from uprotocol import uri as uris
@@ -85,6 +86,30 @@ def forget(endpoint: EndpointName, at: DataDir, as_json: AsJson = False) -> None
     records = terminal.finish(_forget(at.log, endpoint))
     data = {"endpoint": endpoint, "records": records}
     terminal.tell(as_json, data, f"{records} records wait for {endpoint} no more")
+
+
+def skip(
+    endpoint: EndpointName,
+    at: DataDir,
+    to: Annotated[str, typer.Option(help="Up to this time: RFC 3339, or how long ago (30s, 10m, 2h, 7d).")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be skipped.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Move an endpoint's cursor forward to a time: it does not get what came before, nor what of that is held for it.
+    The streamer may run or be stopped. What is skipped stays in the history, and is reported as a gap.
+
+    Example: [bold]up-streamer cursors skip cloud --to 2026-11-27T10:00:00Z --config vehicle.toml[/]
+    """
+    to_ms = moment_ms("--to", to)
+    assert to_ms is not None
+    given = {"endpoint": endpoint, "to_ms": to_ms, "dry_run": dry_run}
+    answer = control.call(at.path, "skip", given, answer_s=None)
+    if answer is None:
+        answer = terminal.finish(_skip(at.log, endpoint, to_ms, dry_run=dry_run))
+    for one in answer["logs"]:
+        verb = "would be skipped" if dry_run else "are skipped"
+        line = f"{one['log']} log: {one['records']} records of {one['topics']} topics {verb}, up to {one['to']}"
+        terminal.tell(as_json, {"endpoint": endpoint, **one}, line)
 
 
 def consumers(at: DataDir, as_json: AsJson = False) -> None:
@@ -211,7 +236,7 @@ async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False) 
             await _require_order(log, old, leaves, new, began, heir.seq)
         both = leaves if heir is None else leaves.earliest(heir)
         for name in rows:
-            if endpoint_of(name) in (old, new):
+            if endpoint_of(name) in (old, new) and not name.startswith(SKIPPED_PREFIX):
                 log.cursors.drop(name)
         if (followed := rows.get(FOLLOWED_PREFIX + new)) is not None:  # its follower goes on before what it had
             log.cursors.set(FOLLOWED_PREFIX + new, both.seq, holds=followed.holds, holder=followed.holder)
@@ -297,6 +322,34 @@ async def _forget(path: Path, endpoint: str) -> int:
             if endpoint_of(name) == endpoint:
                 log.cursors.drop(name)
     return records
+
+
+async def _skip(path: Path, endpoint: str, to_ms: int, *, dry_run: bool) -> dict[str, Any]:
+    """Move the cursors of `endpoint` forward. Who wants what is not known now: all records count. Raises as `_adopt`,
+    and FAILED_PRECONDITION if it follows our history."""
+    async with await _open(path) as log:
+        rows = log.cursors.all()
+        _require(rows, endpoint)
+        if FOLLOWED_PREFIX + endpoint in rows:
+            what = f"endpoint {endpoint!r} follows our history, and reads publishes by itself: have it skip there"
+            raise UStatusError(UCode.FAILED_PRECONDITION, what)
+        place = Place.of(rows, endpoint)
+        assert place is not None, "it is required"
+        to = await log.seq_before_time(to_ms)
+        first = min([place.seq, *place.held.values()])  # records of any topic may wait for a held address
+        after = min([first, *place.parked.values()])
+        parked = {int(stream): seq for stream, seq in place.parked.items()}
+        found = await skipping.count(log, after, to, lambda stream: min(first, parked.get(stream, first)))
+        if not dry_run and to > after:
+            for name, row in rows.items():
+                if (
+                    endpoint_of(name) == endpoint
+                    and not name.startswith((BEGAN_PREFIX, SKIPPED_PREFIX))
+                    and row.seq < to
+                ):
+                    log.cursors.set(name, to, holds=row.holds, absent_ms=row.absent_ms, holder=HOLDER)
+            log.cursors.set(f"{SKIPPED_PREFIX}{endpoint}:{after}", to)
+    return skipping.as_dict(endpoint, to_ms, [found], dry_run=dry_run)
 
 
 async def _open(path: Path) -> Log:

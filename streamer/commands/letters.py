@@ -22,13 +22,14 @@ import typer
 from storage import logs
 from streamer.commands import terminal
 from streamer.commands.options import AsJson, DataDir
+from streamer.commands.terminal import Misuse
 from streamer.letters.dead_letter import LETTERS, REMOVED_MAX, LetterStore, open_read_only
 from streamer.letters.selection import LetterFilter
 from streamer.operating import control
 from streamer.operating.operations import Arguments
 from streamer.operating.readable import as_dict
 from uprotocol import uuid as uuids
-from uprotocol.status import UStatusError, invalid
+from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 FILE: Final = "dead-letters.db"  # in a data_dir
@@ -65,7 +66,7 @@ def span_ms(text: str) -> int | None:
 
 def moment_ms(option: str, text: str | None) -> int | None:
     """Returns the Unix milliseconds of an RFC 3339 time, or of a duration before now (30s, 10m, 2h, 7d). Raises
-    INVALID_ARGUMENT."""
+    Misuse."""
     if text is None:
         return None
     if (span := span_ms(text)) is not None:
@@ -74,7 +75,7 @@ def moment_ms(option: str, text: str | None) -> int | None:
         moment = datetime.fromisoformat(text)
     except ValueError:
         why = f"{option}: expected a time as 2026-11-27T12:00:00Z, or a duration as 30s, 10m, 2h, 7d; got {text!r}"
-        raise invalid(why) from None
+        raise Misuse(why) from None
     return int((moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp() * 1_000)
 
 

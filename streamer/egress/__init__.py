@@ -8,5 +8,6 @@ paused.py             Topics that an operator has paused toward a peer
 plans.py              Plans: what of a log goes to one peer, as which copies
 pump.py               Egress: one pump per peer and log. Reads after its cursor, sends in batches, settles the answers
 renaming.py           Carries what waits for an endpoint over to its new name
+skipping.py           Moves the cursors of an endpoint forward to a time
 sender.py             What leaves for one peer: the send loop, and the express way of requests and responses
 """

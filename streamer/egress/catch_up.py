@@ -260,6 +260,14 @@ class CatchUp:
         self.targets.pop(stream, None)
         self.topics.discard(stream)
 
+    def skip(self, to: int) -> None:
+        """Read back nothing up to `to`."""
+        self.targets = {
+            stream: tuple(one._replace(since=max(one.since, to)) for one in those)
+            for stream, those in self.targets.items()
+        }
+        self.position = max(self.position, to)
+
     # Reading back
 
     async def _begin_reading_back(self) -> None:

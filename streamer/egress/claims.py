@@ -20,7 +20,7 @@ import structlog
 from history.file.load import Cursor
 from history.log.log import Log
 from streamer.egress.holds import CURSOR_PREFIX, HELD_PREFIX, OWED_PREFIX, PARKED_PREFIX
-from streamer.egress.pump import BEGAN_PREFIX, Pump
+from streamer.egress.pump import BEGAN_PREFIX, SKIPPED_PREFIX, Pump
 from streamer.following.handover import FOLLOWED_PREFIX
 from streamer.operating.states import Condition, Sample
 from streamer.walk.endpoint import Endpoint
@@ -179,7 +179,7 @@ class Claims:
 
 def endpoint_of(name: str) -> str:
     """Returns the endpoint that a cursor belongs to, in whichever way; "" if it is none of an endpoint."""
-    return name.removeprefix(BEGAN_PREFIX) if name.startswith(BEGAN_PREFIX) else _owner(name)
+    return name.split(":")[1] if name.startswith((BEGAN_PREFIX, SKIPPED_PREFIX)) else _owner(name)
 
 
 def _owner(name: str) -> str:

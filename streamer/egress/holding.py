@@ -252,6 +252,24 @@ class Holding:
             log.warning(what, peer=self._peer.name, topics=len(beyond))
         return held.difference(beyond)
 
+    # Skipping
+
+    def skip(self, to: int) -> int:
+        """Have no record up to `to` wait any more. Called when nothing is in flight. Returns how many messages are
+        dropped that were read already."""
+        dropped = self._aside.take_out(lambda item: item[0] <= to)
+        for item in dropped:
+            self._catch_up.withdraw_trial(item)
+        for stream, held in self._topic_holds.items():
+            if held.after < to:
+                self._topic_holds.move(stream, to)
+        for hold in self._address_holds.values():
+            self._address_holds.move(hold, to)
+            hold.records = min(hold.records, max(0, self._plans.read - to))
+        self._catch_up.skip(to)
+        self._plans.read = max(self._plans.read, to)
+        return len(dropped)
+
     # Publishes that a follower reads from our history
 
     def _is_publish(self, stream: int) -> bool:

@@ -55,6 +55,8 @@ BATCH_MESSAGES_MAX: Final = 512  # per send_batch: with more, the cost per messa
 CONNECTED_WAIT_MS_MAX: Final = 500
 # prefix of the cursor at which a peer began that was new while records waited for one that is not configured
 BEGAN_PREFIX: Final = "began:"
+# skipped:PEER:AFTER, of a cursor with the last seq that was skipped while the streamer was stopped
+SKIPPED_PREFIX: Final = "skipped:"
 AT_ONCE: Final = 0.0  # loop time of a step that need not wait
 ABSENT_MS_MAX: Final = 7 * 24 * 3_600_000  # how long retention by age waits for an endpoint that is away
 
@@ -215,6 +217,7 @@ class Pump:
             self.address_holds.taken(hold)
             self.catch_up.taken.add(hold)
         self.owed.load()
+        self._report_skipped()
 
     def confirm(self) -> None:
         """Move the cursor to just before the oldest record that still waits; back, if reading has gone back."""
@@ -230,6 +233,40 @@ class Pump:
         if cursor > self.owned.seq or read < self.owned.seq:
             self.owned.seq = cursor
             self.owned.save()
+
+    # Skipping
+
+    @property
+    def oldest_waiting(self) -> int:
+        """Returns the seq after which the oldest record waits, also in a hold."""
+        topics = min([hold.after for hold in self.topic_holds.values()], default=self.cursor)
+        return min(self.cursor, topics, *[hold.after for hold in self.address_holds.values()])
+
+    def waits_after(self, stream: int) -> int | None:
+        """Returns the seq after which the peer has nothing of a stream; None: it gets nothing of it."""
+        targets, is_open = self.plans.wanted(stream)
+        found = [hold.after for hold in self.plans.holds_of(stream)]
+        if targets or is_open:
+            found.append(max(self.cursor, 0 if is_open else min(target.since for target in targets)))
+        if (held := self.topic_holds.get(stream)) is not None:
+            found.append(held.after)
+        return min(found, default=None)
+
+    async def skip(self, to: int, records: int) -> None:
+        """Have the peer not get the records up to `to`, and report `records` of them as lost."""
+        after = self.oldest_waiting
+        await self.between_batches(lambda: self.holding.skip(to))
+        self.peer.dropped["skipped"] += records
+        self.reading.on_gap(after, to + 1, Gap.REASON_SKIPPED)
+        self.wake()
+
+    def _report_skipped(self) -> None:
+        """Report what was skipped while the streamer was stopped."""
+        for name, cursor in self.log.cursors.all().items():
+            prefix, _, after = name.rpartition(":")
+            if prefix == SKIPPED_PREFIX + self.peer.name and after.isdecimal():
+                self.reading.on_gap(int(after), cursor.seq + 1, Gap.REASON_SKIPPED)
+                self.log.cursors.drop(name)
 
     # The loop
 

@@ -64,6 +64,22 @@ def said(*arguments: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+def test_a_backlog_is_skipped_while_the_streamer_is_stopped(config: Path) -> None:
+    skip = ("cursors", "skip", "cloud", "--config", str(config))
+    (tried,) = said(*skip, "--to", "2000-01-01T00:00:00Z")
+    assert (tried["records"], tried["after"], tried["to"]) == (0, 2, 0)
+    (tried,) = said(*skip, "--to", "0s", "--dry-run")
+    assert tried == {"endpoint": "cloud", "log": "durable", "after": 2, "to": 10, "records": 8, "topics": 1}
+    assert said("cursors", "list", "--config", str(config))[0]["records"] == 6, "nothing is changed"
+    assert said(*skip, "--to", "0s") == [tried]
+    cloud = said("cursors", "list", "--config", str(config))[0]
+    assert (cloud["seq"], cloud["records"], cloud["holds"], cloud["absent_hours"]) == (10, 0, True, 2.0)
+    shown = CliRunner().invoke(app, [*skip, "--to", "0s"])
+    assert shown.stdout == "durable log: 0 records of 0 topics are skipped, up to 10\n"
+    wrong = CliRunner().invoke(app, [*skip, "--to", "yesterday"])
+    assert (wrong.exit_code, "expected a time as" in wrong.stderr) == (2, True)
+
+
 def test_what_waits_is_listed_and_check_tells_what_nobody_claims(config: Path) -> None:
     cloud, vehicle = said("cursors", "list", "--config", str(config))
     assert cloud == {

@@ -40,6 +40,7 @@ IN_A_FILE = [
     ["cursors", "consumers"],
     ["cursors", "adopt", "v", "w"],
     ["cursors", "forget", "v"],
+    ["cursors", "skip", "v", "--to", "1h"],
     ["cursors", "release", "job"],
 ]
 WITH_A_STREAMER = [["vehicles"]]
@@ -50,6 +51,7 @@ IN_A_FOLDER = [*IN_A_FILE, *WITH_A_STREAMER, *EITHER]
 CHOICES = {  # of commands that take one of several things
     "pause": ["--endpoint", "v"],
     "resume": ["--endpoint", "v"],
+    "cursors skip": ["--to", "1h"],
     "dead-letters resend": ["--all"],
     "dead-letters purge": ["--all"],
 }

@@ -1531,6 +1531,8 @@ class Gap(_message.Message):
         """lost on a network, before they came to a log; both seqs are 0"""
         REASON_UNDELIVERED: Gap._Reason.ValueType  # 5
         """some of them: a network refused them, or nobody listened, for as long as they may wait"""
+        REASON_SKIPPED: Gap._Reason.ValueType  # 6
+        """an operator has moved the cursor of an endpoint beyond them"""
 
     class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper): ...
     REASON_UNSPECIFIED: Gap.Reason.ValueType  # 0
@@ -1544,6 +1546,8 @@ class Gap(_message.Message):
     """lost on a network, before they came to a log; both seqs are 0"""
     REASON_UNDELIVERED: Gap.Reason.ValueType  # 5
     """some of them: a network refused them, or nobody listened, for as long as they may wait"""
+    REASON_SKIPPED: Gap.Reason.ValueType  # 6
+    """an operator has moved the cursor of an endpoint beyond them"""
 
     REASON_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
