@@ -426,7 +426,7 @@ async def test_of_a_volatile_log_nothing_is_held(make_world: MakeWorld, publish:
 async def test_a_refusal_is_a_condition_of_its_endpoint_and_an_address_nobody_has_heard_a_note(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamer.assembly.SHOWN_AFTER_S", 0.1)
+    monkeypatch.setattr("streamer.reports.SHOWN_AFTER_S", 0.1)
     world = await make_world(subscriptions=TO_CLOUD)
     vehicle = await world.node("vehicle", "vehicle1")
     await sent(vehicle, publish, DOOR, range(3))
