@@ -75,6 +75,7 @@ check: $(STAMP)
 	@$(BIN)/python -m pytest -q tests/test_import_rules.py
 	@$(BIN)/python tools/spec_coverage.py --check
 	@$(BIN)/python tools/config_reference.py --check
+	@$(BIN)/python tools/reference.py --check
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .
@@ -121,6 +122,7 @@ spec-coverage: $(STAMP)
 
 config-reference: $(STAMP)
 	@$(BIN)/python tools/config_reference.py
+	@$(BIN)/python tools/reference.py
 
 $(BUILDER)/.installed: requirements-build.lock
 	@$(PYTHON) -m venv $(BUILDER)
