@@ -144,7 +144,8 @@ class States:
         if was == entered and _NUMBERS.sub("#", before) == _NUMBERS.sub("#", reason):
             return
         state.reason_since_ms = now_ms
-        method = {READY: log.info, DEGRADED: log.warning, NOT_READY: log.error}[entered]
+        others = [one for one in conditions if one.text not in (STARTING, OPENING)]  # a start is no trouble
+        method = log.error if any(one.is_fatal for one in others) else log.warning if others else log.info
         if name == STREAMER:
             method("the state of the streamer has changed", state=entered, was=was, reason=reason)
         else:

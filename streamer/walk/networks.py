@@ -92,7 +92,7 @@ class EndpointNetwork:
             yield Condition(OPENING, name, is_fatal=True)
         if endpoint.sends.trouble:
             yield Condition(endpoint.sends.trouble, name, is_fatal=True)
-        is_away = not self.is_connected and self.was_connected and not hangs
+        is_away = self.is_open and not self.is_connected and self.was_connected and not hangs
         if is_away and not endpoint.transport.only_listens:
             why = getattr(endpoint.transport, "away_because", "")
             yield Condition("its network is away" + (f": {why}" if why else ""), name, is_fatal=True)
