@@ -209,9 +209,8 @@ class HistoryPolls:
         assert member.changed is not None, "it has other topics"
         old, new = member.offset, member.changed
         is_read = old is not None and len(new.backfills) > len(old.backfills)
-        what = "the topics that are read have changed; "
-        what += "records of the new ones that were appended before are read now" if is_read else "nothing older is read"
-        log.info(what, authority=member.authority, topics=self._run.options.topics)
+        authority, topics = member.authority, self._run.options.topics
+        log.info("the topics that are read have changed", authority=authority, topics=topics, reads_older=is_read)
 
     def failed(self, member: Member, error: UStatusError) -> None:
         time_ms = now_ms()
@@ -221,7 +220,8 @@ class HistoryPolls:
         )
         if not member.away_ms or member.is_refused != is_refused:
             what = "the streamer refuses the query" if is_refused else "the streamer is away; no new batch from it"
-            what = "another holder uses the consumer; waiting for the end of its lease" if is_held else what
+            if is_held:
+                what = "another holder uses the consumer; waiting for the end of its lease"
             log.warning(what, authority=member.authority, error=error.message)
         member.away_ms, member.answering_ms, member.held = member.away_ms or time_ms, 0, None
         member.wait_ms = WAIT_MS_MIN

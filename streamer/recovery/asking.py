@@ -178,7 +178,7 @@ class AskedSource:
         self.counts["faults"] += 1
         if self.counts["faults"] == 1:
             said = f"raised {what!r:.200}" if isinstance(what, Exception) else f"returned {what!r:.100}"
-            log.error(f"{method}() of a recovery source has {said}", source=self.name)
+            log.error("a recovery source has a fault", source=self.name, method=method, error=said)
 
     # Whether it answers
 

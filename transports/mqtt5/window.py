@@ -212,7 +212,7 @@ class Suspects:
             self._invalid_try_at_s = now_s + _wait_s(self._invalid_losses)
             self._invalid_losses += 1
             if not is_known:
-                log.error(self._invalid_topics)
+                log.error("a broker ends the connection on topics of some depth", why=self._invalid_topics)
 
     def answered(self, stream: StreamKey, slashes: int) -> None:
         """The broker has taken or refused a message of this stream, and has not hung up."""
