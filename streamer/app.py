@@ -33,7 +33,7 @@ from streamer.lifecycle import REOPEN_MS_MAX, Part
 from streamer.operating import metrics
 from streamer.operating.admin import Admin
 from streamer.operating.control import ControlSocket, SpareSocket
-from streamer.operating.states import LOOK_S, Condition, Sample, of_one_that_cant_start
+from streamer.operating.states import LOOK_S, Condition, Sample, build, of_one_that_cant_start
 from streamer.operating.status import operations_without_start, status_of, status_without_start
 from streamer.operations import operations_of
 from streamer.reloading import Reloader
@@ -129,7 +129,8 @@ class Streamer(ChangeableAssembly):
         self.states.look()
         for note in self.notes():
             log.warning("a note", note=note)
-        log.info("ready", authority=self.config.authority, endpoints=[endpoint.name for endpoint in self.endpoints])
+        names = [endpoint.name for endpoint in self.endpoints]
+        log.info("ready", authority=self.config.authority, endpoints=names, admin_port=self.admin.port or None)
         on_ready()
 
     def _parts(self) -> Iterator[Part]:
@@ -235,6 +236,17 @@ async def serve(
     """Runs a streamer until `stopping` is set or the task is cancelled. `read()` reads the configuration again, for a
     reload; `file`: where it is, for reports. Raises UStatusError if waiting can't help."""
     stopping = stopping or asyncio.Event()
+    version, core, python = build()
+    log.info(
+        "the streamer starts",
+        version=version,
+        core=core,
+        python=python,
+        config=None if file is None else str(file.absolute()),
+        data_dir=str(config.streamer.data_dir.absolute()),
+        admin=config.streamer.admin,
+        endpoints=[endpoint.name for endpoint in config.endpoint],
+    )
     streamer = await _create(config, stopping, file)
     if streamer is None:
         return

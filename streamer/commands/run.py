@@ -33,6 +33,8 @@ BEATS_TO_BE_LATE: Final = 3
 STATUS_CHARACTERS_MAX: Final = 400
 STARTING: Final = f"EXTEND_TIMEOUT_USEC={int(START_BEAT_S * BEATS_TO_BE_LATE * 1_000_000)}"
 
+log = structlog.get_logger()
+
 
 def run(config: ConfigFile, as_json: AsJson = False) -> None:
     """Run a streamer until Ctrl-C or SIGTERM. Ends with exit code 78 if its file is wrong.
@@ -65,7 +67,8 @@ async def _serve(config: configs.Config, path: Path, as_json: bool) -> None:
 
         running.append(streamer)
 
-    def stop() -> None:
+    def stop(number: signal.Signals) -> None:
+        log.info("the streamer stops", why=number.name)
         manager.stopping()
         stopping.set()
 
@@ -74,14 +77,15 @@ async def _serve(config: configs.Config, path: Path, as_json: bool) -> None:
             reloads.add(task := asyncio.ensure_future(_reload(running[0])))
             task.add_done_callback(reloads.discard)
         else:
-            structlog.get_logger().warning("not reloaded: the streamer is not ready; it has just read its file")
+            log.warning("not reloaded: the streamer is not ready; it has just read its file")
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, stop, number)
     loop.add_signal_handler(signal.SIGHUP, reload)
     async with manager:
         await serve(config, on_ready, stopping, partial(usable, path), path)
+    log.info("the streamer has stopped")
 
 
 async def _reload(streamer: Streamer) -> None:

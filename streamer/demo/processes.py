@@ -85,6 +85,11 @@ class Child:
         return UStatusError(UCode.ABORTED, f"{self.name} ended with code {self.process.returncode}:\n{self.tail}")
 
     @property
+    def lines(self) -> list[str]:
+        """The last lines of its output, LINES_KEPT at most."""
+        return list(self._lines)
+
+    @property
     def tail(self) -> str:
         return "\n".join(f"    {line}" for line in list(self._lines)[-15:]) or "    (it said nothing)"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -61,3 +62,26 @@ async def test_a_broker_that_never_answers_costs_the_other_networks_nothing_at_t
             starting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await starting
+
+
+async def test_a_healthy_start_and_stop_have_only_info_lines(make_gateway: MakeGateway, make_broker: Any) -> None:
+    gateway = await make_gateway(make_broker(), "vehicle cloud", SUBSCRIBED, start=False)
+    text = gateway.config.read_text().replace('log_level = "warning"', 'log_level = "info"\nlog_format = "json"')
+    gateway.config.write_text(text)
+    await gateway.start()
+    await gateway.until_ready()
+    assert await gateway.child.stop() == 0
+    lines = [json.loads(line) for line in gateway.child.lines]
+    events = [line for line in lines if "event" in line]
+    assert [line for line in events if line["level"] != "info"] == [], gateway.child.lines
+    first = events[0]
+    assert first["event"] == "the streamer starts"
+    assert first["core"] in ("compiled", "interpreted")
+    assert (first["config"], first["admin"]) == (str(gateway.config), "127.0.0.1:0")
+    assert first["data_dir"] == str(gateway.config.parent / "data")
+    assert first["endpoints"] == ["vehicle", "cloud"]
+    (ready,) = [line for line in events if line["event"] == "ready"]
+    assert ready["admin_port"] == gateway.admin_port
+    (stop,) = [line for line in events if line["event"] == "the streamer stops"]
+    assert stop["why"] == "SIGTERM"
+    assert events[-1]["event"] == "the streamer has stopped"
