@@ -87,6 +87,7 @@ CONDITIONS: Final = (
 )
 """Texts of a condition and of its end."""
 _CONDITION_OF: Final = {text: texts for texts in CONDITIONS for text in texts}
+PRIORITIES: Final = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}  # of syslog
 VALUE_CHARACTERS_MAX: Final = 2_000
 TRACE_CHARACTERS_MAX: Final = 8_000
 FRAMES_MAX: Final = 30
@@ -119,14 +120,16 @@ def configure(level: Level = "warning", format: Format = "text", file: TextIO | 
     log alone.
     """
     target: Any = file if file is not None else _standard_error()
-    is_terminal = (file if file is not None else sys.stderr).isatty()
+    shown = file if file is not None else sys.stderr
     rest: list[Any] = [structlog.processors.add_log_level]
     if format == "json":
         rest += [_utc, harmless, _json]
     else:
         plain = structlog.dev.plain_traceback
-        text = structlog.dev.ConsoleRenderer(colors=is_terminal, exception_formatter=plain)
+        text = structlog.dev.ConsoleRenderer(colors=shown.isatty(), exception_formatter=plain)
         rest += [structlog.processors.TimeStamper("%Y-%m-%d %H:%M:%S", utc=False), harmless, text]
+    if _is_journal(shown):
+        rest.append(_with_priority)
 
     def emit(method: str, event: Any) -> None:
         for process in rest:
@@ -147,6 +150,21 @@ def configure(level: Level = "warning", format: Format = "text", file: TextIO | 
     threading.excepthook = lambda args: _uncaught(args.exc_type, args.exc_value, args.exc_traceback, args.thread)
     sys.unraisablehook = lambda args: log.error("an exception that could not be raised", exc_info=args.exc_value)
     atexit.register(repeats.close)
+
+
+def _is_journal(file: TextIO) -> bool:
+    """Returns True if systemd-journald reads what is written to `file` (systemd.exec(5), JOURNAL_STREAM)."""
+    try:
+        found = os.fstat(file.fileno())
+    except (OSError, ValueError, AttributeError):
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+
+
+def _with_priority(_: Any, method: str, text: str) -> str:
+    """Begins each line with its level as sd-daemon(3) wants it, for `journalctl -p`."""
+    prefix = f"<{PRIORITIES.get(method, PRIORITIES['error'])}>"
+    return prefix + text.replace("\n", f"\n{prefix}")
 
 
 @functools.cache

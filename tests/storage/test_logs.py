@@ -114,6 +114,28 @@ def test_a_traceback_says_where_and_shows_no_variables(written: Any, format: log
     assert not re.search(r"^2026-01-01", text, re.MULTILINE)
 
 
+@pytest.mark.parametrize("is_journal", [True, False])
+def test_the_journal_gets_the_level_of_each_line(
+    written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_journal: bool
+) -> None:
+    with (tmp_path / "log").open("w+") as file:
+        found = (tmp_path / "log").stat()
+        monkeypatch.setenv("JOURNAL_STREAM", f"{found.st_dev}:{found.st_ino + (not is_journal)}")
+        written()
+        logs.configure("debug", "text", file)
+        logs.log.debug("a")
+        logs.log.info("b")
+        logs.log.warning("c")
+        try:
+            raise ValueError("no")
+        except ValueError:
+            logs.log.exception("d")
+        lines = (tmp_path / "log").read_text().splitlines()
+    assert len(lines) > 6
+    prefixes = ["<7>", "<6>", "<4>", *["<3>"] * (len(lines) - 3)]
+    assert [line.startswith(prefix) for line, prefix in zip(lines, prefixes, strict=True)] == [is_journal] * len(lines)
+
+
 def test_secrets_are_not_shown(written: Any) -> None:
     file = written("json")
     logs.log.warning("settings", password="hunter2", private_key="----", password_file="/etc/p")
