@@ -138,7 +138,7 @@ def counts(world: World) -> dict[str, int]:
         "samples": len(list(streamer.samples())),
         "members of the network": len(world.networks["dock"].members),
         "objects": sum(
-            type(one).__module__.startswith(PACKAGES) and type(one) not in NOT_COUNTED for one in gc.get_objects()
+            str(type(one).__module__).startswith(PACKAGES) and type(one) not in NOT_COUNTED for one in gc.get_objects()
         ),
     }
 
