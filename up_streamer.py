@@ -6,10 +6,13 @@ start -> Ctrl-C ends the process at once -> imports (half a second) -> Ctrl-C is
 from __future__ import annotations
 
 import os
-import signal
-from typing import Final, NoReturn
+import signal  # and nothing else that takes time
 
-EXIT_INTERRUPTED: Final = 130
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+EXIT_INTERRUPTED = 130
 
 
 def main() -> None:

@@ -217,7 +217,7 @@ class Pump:
             self.address_holds.taken(hold)
             self.catch_up.taken.add(hold)
         self.owed.load()
-        self._report_skipped()
+        _report_skipped(self)
 
     def confirm(self) -> None:
         """Move the cursor to just before the oldest record that still waits; back, if reading has gone back."""
@@ -233,40 +233,6 @@ class Pump:
         if cursor > self.owned.seq or read < self.owned.seq:
             self.owned.seq = cursor
             self.owned.save()
-
-    # Skipping
-
-    @property
-    def oldest_waiting(self) -> int:
-        """Returns the seq after which the oldest record waits, also in a hold."""
-        topics = min([hold.after for hold in self.topic_holds.values()], default=self.cursor)
-        return min(self.cursor, topics, *[hold.after for hold in self.address_holds.values()])
-
-    def waits_after(self, stream: int) -> int | None:
-        """Returns the seq after which the peer has nothing of a stream; None: it gets nothing of it."""
-        targets, is_open = self.plans.wanted(stream)
-        found = [hold.after for hold in self.plans.holds_of(stream)]
-        if targets or is_open:
-            found.append(max(self.cursor, 0 if is_open else min(target.since for target in targets)))
-        if (held := self.topic_holds.get(stream)) is not None:
-            found.append(held.after)
-        return min(found, default=None)
-
-    async def skip(self, to: int, records: int) -> None:
-        """Have the peer not get the records up to `to`, and report `records` of them as lost."""
-        after = self.oldest_waiting
-        await self.between_batches(lambda: self.holding.skip(to))
-        self.peer.dropped["skipped"] += records
-        self.reading.on_gap(after, to + 1, Gap.REASON_SKIPPED)
-        self.wake()
-
-    def _report_skipped(self) -> None:
-        """Report what was skipped while the streamer was stopped."""
-        for name, cursor in self.log.cursors.all().items():
-            prefix, _, after = name.rpartition(":")
-            if prefix == SKIPPED_PREFIX + self.peer.name and after.isdecimal():
-                self.reading.on_gap(int(after), cursor.seq + 1, Gap.REASON_SKIPPED)
-                self.log.cursors.drop(name)
 
     # The loop
 
@@ -480,6 +446,16 @@ class Pump:
     def _passed(self, passed: RetentionLoss) -> None:
         self.holding.passed(passed, self.cursor)
         self.sender.wake.set()
+
+
+def _report_skipped(pump: Pump) -> None:
+    """Report what was skipped while the streamer was stopped (skipping.py)."""
+    cursors = pump.log.cursors
+    for name, seq in cursors.seqs().items():
+        prefix, _, after = name.rpartition(":")
+        if prefix == SKIPPED_PREFIX + pump.peer.name and after.isdecimal():
+            pump.reading.on_gap(int(after), seq + 1, Gap.REASON_SKIPPED)
+            cursors.drop(name)
 
 
 def messages_of(chunk: Chunk, plans: Plans) -> list[QueuedRecord] | None:

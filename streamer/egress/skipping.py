@@ -1,18 +1,20 @@
 """Moves the cursors of an endpoint forward to a time, because an operator wants the rest and not the backlog.
 
-running: time -> seq of each log -> count -> Pump.skip: held, parked and read records up to it, too -> gaps, counters
+running: time -> seq of each log -> count -> Holding.skip: held, parked and read records up to it, too -> gaps, counters
 stopped: the same in the log's rows (commands/cursors.py), with a row SKIPPED_PREFIX -> the next start reports the gap
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import structlog
 
 from history.log.log import Log
 from streamer.egress.pump import Pump
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -55,6 +57,24 @@ async def count(source: Log, after: int, to: int, waits_after: Callable[[int], i
     return Skipped(source.name, start, to, records, len(streams))
 
 
+def oldest_waiting(pump: Pump) -> int:
+    """Returns the seq after which the oldest record waits, also in a hold."""
+    topics = min([hold.after for hold in pump.topic_holds.values()], default=pump.cursor)
+    return min(pump.cursor, topics, *[hold.after for hold in pump.address_holds.values()])
+
+
+def waits_after(pump: Pump, stream: int) -> int | None:
+    """Returns the seq after which the peer has nothing of a stream; None: it gets nothing of it."""
+    plans = pump.plans
+    targets, is_open = plans.wanted(stream)
+    found = [hold.after for hold in plans.holds_of(stream)]
+    if targets or is_open:
+        found.append(max(pump.cursor, 0 if is_open else min(target.since for target in targets)))
+    if (held := pump.topic_holds.get(stream)) is not None:
+        found.append(held.after)
+    return min(found, default=None)
+
+
 async def skip(pumps: Sequence[Pump], to_ms: int, *, dry_run: bool) -> list[Skipped]:
     """Have the peer of `pumps` not get what came up to `to_ms` (Unix milliseconds). `dry_run`: only count.
 
@@ -67,9 +87,13 @@ async def skip(pumps: Sequence[Pump], to_ms: int, *, dry_run: bool) -> list[Skip
     found = []
     for pump in pumps:
         to = await pump.log.seq_before_time(to_ms)
-        one = await count(pump.log, pump.oldest_waiting, to, pump.waits_after)
-        if not dry_run and to > pump.oldest_waiting:
-            await pump.skip(to, one.records)
+        after = oldest_waiting(pump)
+        one = await count(pump.log, after, to, partial(waits_after, pump))
+        if not dry_run and to > after:
+            await pump.between_batches(partial(pump.holding.skip, to))
+            pump.peer.dropped["skipped"] += one.records
+            pump.reading.on_gap(one.after, to + 1, Gap.REASON_SKIPPED)
+            pump.wake()
             log.warning("records were skipped", endpoint=pump.peer.name, to_ms=to_ms, **one._asdict())
         found.append(one)
     return found
