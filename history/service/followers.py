@@ -230,6 +230,7 @@ class Follower:
     def __init__(self, key: FollowerKey, caller: UUri, matches: Matches, sight: Sight, lease_ms: int) -> None:
         self.key, self.caller, self.lease_ms = key, caller, lease_ms
         self.number, self.answer = 0, CommandResponse()
+        self.was_denied = False  # a topic that its caller may not see
         self.ends_at = 0.0  # loop time
         self.topics: dict[bytes, int] = {}
         self.push: Pushing | None = None
@@ -423,6 +424,7 @@ class Followers:
                 self._forget(follower)
             raise
         follower.number, follower.lease_ms = asked.number, _lease_ms(asked)
+        follower.was_denied = follower.was_denied or bool(denied)
         # `done` is an id, not a time: the clock may go back, or stand still between this and a message
         follower.answer = CommandResponse(lease_ms=follower.lease_ms, denied=sorted(denied), done=uuids.new())
         self._touch(follower)
@@ -499,6 +501,12 @@ class Followers:
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
         follower.change(last.values())
         all.add(authority, len(added) - len(removed))
+
+    def sights_changed(self) -> None:
+        """Callers may see other topics from now on. A follower that was denied one has to ask again: it is forgotten,
+        as after a restart."""
+        for follower in [one for one in self._followers.values() if one.was_denied]:
+            self._forget(follower)
 
     # -- leases
 

@@ -48,7 +48,7 @@ class Rules:
     def __init__(self) -> None:
         self._rules: dict[tuple[str, str], Rule] = {}
         self.version = 0
-        self.on_change: Callable[[], None] = lambda: None
+        self.on_change: list[Callable[[], None]] = []
 
     def __iter__(self) -> Iterator[Rule]:
         return iter(self._rules.values())
@@ -79,7 +79,8 @@ class Rules:
     def changed(self) -> None:
         """Have everything derived from the rules derived again: also if other endpoints may own authorities now."""
         self.version += 1
-        self.on_change()
+        for callback in self.on_change:
+            callback()
 
     def between(self, ingress: str, egress: str) -> Rule | None:
         return self._rules.get((ingress, egress))
@@ -137,7 +138,7 @@ class View:
         self._indexes = {log: index for index, log in enumerate(logs)}
         self.version: Version = (0, 0, 0)  # changes whenever an answer of `decide` may change
         self._changed()
-        rules.on_change = self._changed
+        rules.on_change.append(self._changed)
         interest.on_change(self._changed)
         paused.on_change(self._changed)
 

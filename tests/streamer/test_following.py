@@ -405,6 +405,22 @@ async def test_what_the_rules_keep_inside_is_not_followed_either(pair: Pair) -> 
     await pair.expect_all()
 
 
+@pytest.mark.parametrize("mode", ["push", "poll"])
+async def test_what_the_rules_let_go_from_now_on_is_followed(pair: Pair, mode: str) -> None:
+    """A reload: nobody pushes it, since the gateway follows."""
+    rule = '[[rule]]\nfrom = "car"\nto = "link"\ndeny = ["//vehicle1/8001/1/8002"]\n[[rule]]\nfrom = "link"\nto = "car"'
+    await pair.begin(vehicle_more=rule, mode=mode)
+    await pair.handed_over()
+    await pair.hub.until(lambda: pair.followed.counts["denied"] == 1)
+    await pair.publish(10)
+    streamer, config = pair.vehicle.streamer, pair.vehicle.config
+    streamer.reloader.read = lambda: config.model_copy(update={"rule": []})
+    await streamer.reloader.reload()
+    await pair.publish(10, DOOR)
+    await pair.publish(10)
+    await pair.expect_all()
+
+
 async def test_an_access_entry_hides_from_who_follows(pair: Pair) -> None:
     """A pattern is followed, but only its topics that the follower may read."""
     entry = '[[access]]\ncallers = ["//hub/4/1/0"]\ndeny = ["//vehicle1/8001/1/8002"]'
