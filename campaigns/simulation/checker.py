@@ -355,11 +355,26 @@ class Checker:
         for hearer in list(self.owed):
             self._let_off(hearer, lambda sent, hearer=hearer: not self._passes(self._hops(hearer, sent)))
             self._let_off(hearer, lambda sent: _matches(self.volatile, sent.message.attributes.source))
-        if machine.name == "V":  # of messages that wait on a network for a gateway that no longer records them
-            recorded = self.world.recorded(machine)
-            for id, sent in list(self._owed_to_reader.items()):
-                if id not in self.places and not _matches(recorded, sent.message.attributes.source):
-                    del self._owed_to_reader[id]
+        self._keep_recorded(machine)
+
+    def changes(self, machine: Any) -> None:
+        """The gateway takes over a configuration while it runs: until `ready`, only what the one before allows, too,
+        is owed."""
+        self.effective[machine.name] = self.effective.get(machine.name, set()) & self.world.passes(machine)
+        recorded = self.world.recorded(machine)
+        self.recorded[machine.name] = [one for one in self.recorded.get(machine.name, ()) if one in recorded]
+        for hearer in list(self.owed):
+            self._let_off(hearer, lambda sent, hearer=hearer: not self._passes(self._hops(hearer, sent)))
+        self._keep_recorded(machine)
+
+    def _keep_recorded(self, machine: Any) -> None:
+        """Messages that wait on a network for a gateway that no longer records them are not owed to the reader."""
+        if machine.name != "V":
+            return
+        recorded = self.world.recorded(machine)
+        for id, sent in list(self._owed_to_reader.items()):
+            if id not in self.places and not _matches(recorded, sent.message.attributes.source):
+                del self._owed_to_reader[id]
 
     def _hops(self, hearer: str, sent: Sent) -> tuple[Hop, ...]:
         if sent.sink is not None:

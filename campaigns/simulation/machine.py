@@ -47,6 +47,7 @@ LATE_OPEN_SHARE: Final = 0.2  # of the networks that a process opens: they take 
 # ... before we are on them, and as long again until `open` returns. Together less than app.OPEN_WAIT_S: who is ready is
 # on each network, which the checker counts on
 LATE_OPEN_S_MAX: Final = 2.4
+RELOAD_S_MAX: Final = 60.0  # as STOP_S_MAX, for a reload
 RESTART_S: Final = 1.0  # then a supervisor restarts a process that died
 
 
@@ -363,6 +364,36 @@ class Machine:
         if self.process is not None:
             self.process.tear_on_kill = tear
             self.process.kill_at = self.process.steps + steps
+
+    async def reload(self, config: dict[str, Any]) -> bool:
+        """Have the process take over a configuration, which is that of the next one, too. Returns False if it runs
+        with another one."""
+        process, streamer = self.process, self.streamer
+        if process is None or streamer is None:
+            self.config = config
+            return process is None
+        if not process.ready or process.stopping or streamer.stopping.is_set():
+            return False
+        self.config = config
+        self.world.checker.changes(self)
+        streamer.reloader.read = lambda: Config.model_validate(config)
+        context = contextvars.copy_context()
+        context.run(PROCESS.set, process)
+        task = self.world.loop.create_task(streamer.reloader.reload(), name="reload", context=context)
+        await self.world.until(lambda: task.done() or not process.alive, RELOAD_S_MAX, 0.01)
+        if not process.alive or self.process is not process:
+            return True
+        if not task.done():
+            self.world.checker.fail("a task that never ends", f"{self.name} reloads for ever")
+            return False
+        try:
+            self.world.note("reloaded", self.name, *map(str, task.result()))
+        except (UStatusError, asyncio.CancelledError) as error:  # the latter: it ends
+            self.world.note("not reloaded", self.name, repr(error))
+            return False
+        if self.config is config:
+            self.world.checker.ready(self)
+        return True
 
     async def stop(self) -> None:
         """SIGTERM, and wait for the end."""

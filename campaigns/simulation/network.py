@@ -14,10 +14,10 @@ import contextvars
 import heapq
 import random
 import re
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
+from weakref import WeakKeyDictionary
 
 from transports.base import NOT_TRIED, stopped
 from transports.local import LocalNetwork, LocalTransport, is_of_the_network, size
@@ -92,7 +92,7 @@ class FaultyNetwork(LocalNetwork):
         super().__init__(name)
         self.hangs: dict[LocalTransport, Literal["before", "after"]] = {}
         self.answer_s = 0.0
-        self._calls: dict[LocalTransport, _Calls] = defaultdict(_Calls)
+        self._calls: WeakKeyDictionary[LocalTransport, _Calls] = WeakKeyDictionary()
         self._refused: dict[tuple[str, str], re.Pattern[str]] = {}  # (address, sender), as given to `refuse`
         self._delayed: list[tuple[float, int, LocalTransport, UMessage]] = []  # due, order, receiver, message
         self._count = 0
@@ -160,6 +160,9 @@ class FaultyNetwork(LocalNetwork):
         self.hangs.pop(member, None)
         member.in_flight_messages = IN_FLIGHT_MESSAGES if self.answer_s else 0
 
+    def _calls_of(self, member: LocalTransport) -> _Calls:
+        return self._calls.setdefault(member, _Calls())
+
     def lose(self, member: LocalTransport) -> None:
         super().lose(member)
         for call in self._calls[member].running if member in self._calls else ():  # keeps no member that has left
@@ -180,7 +183,7 @@ class FaultyNetwork(LocalNetwork):
         return statuses
 
     async def _send_far(self, sender: LocalTransport, messages: Sequence[UMessage]) -> list[UStatus]:
-        call, calls = _Call(), self._calls[sender]
+        call, calls = _Call(), self._calls_of(sender)
         if any(other.failed for other in calls.running):
             return stopped([], len(messages), BEHIND)
         calls.running.add(call)

@@ -34,6 +34,8 @@ REFUSALS: Final = tuple(int(code) for code in UCode.values() if code != UCode.OK
 
 BURSTING: Final = ("vin", "mcu", "hub")  # publishers; those of epochs announce their messages
 
+RELOAD_SHARE: Final = 0.6  # of other configurations that are taken over without a restart
+
 KNOWN_FAULTS: Final = frozenset({"late_error", "tear_young", "pause_undecided"})
 """Left out by default; `--without ''` allows all.
 
@@ -53,7 +55,9 @@ Action = Callable[[], Awaitable[None]]
 class Plan:
     def __init__(self, world: World) -> None:
         self._world, self._dice = world, world.dice
+        self._reload_dice = random.Random(f"{world.seed} reloads")
         self.tasks: list[asyncio.Task[Any]] = []
+        self._was_left: set[str] = set()  # names of the cloud's endpoint that have a backlog each
         self._base: dict[str, dict[str, Any]] = {}
         self.newest_at_heal: dict[str, int] = {}  # durable seq of each machine when its own configuration was restored
 
@@ -123,6 +127,8 @@ class Plan:
             (1.5, self._rename),
             (1, self._rule_removed),
             (1, self._record_or_not),
+            (2, self._reload),
+            (1, self._endpoint_removed),
             (2.5, self._access_rule),
             (2, self._nobody_listens),
         ]
@@ -156,6 +162,8 @@ class Plan:
             (1, self._follow_otherwise),
             (1, self._rule_removed),
             (1, self._record_or_not),
+            (2, self._reload),
+            (1, self._endpoint_removed),
             (2, self._access_rule),
             (1, self._nobody_listens),
             (1, self._shortage),
@@ -185,6 +193,11 @@ class Plan:
                 await subscriber.wish(topic, not want.wanted)
 
     # -- faults
+
+    @staticmethod
+    def _cloud(streamer: Any) -> Any:
+        """The endpoint of the vehicle's gateway on the cloud's network, which may have been renamed."""
+        return next(one for one in streamer.endpoints if one.transport.network.name.endswith("/cloud"))
 
     def _machine(self) -> Machine:
         return self._dice.choice(list(self._world.machines.values()))
@@ -277,9 +290,12 @@ class Plan:
         self, config: dict[str, Any] | None = None, machine: Machine | None = None, away_s: float = 4.0
     ) -> None:
         machine = machine or self._machine()
+        if config is not None:
+            await self._take(machine, config, away_s)
+            return
         await machine.stop()
         await self._some(away_s)
-        self._start(machine, config)
+        self._start(machine)
 
     def _start(self, machine: Machine, config: dict[str, Any] | None = None) -> None:
         if not machine.running:
@@ -358,7 +374,7 @@ class Plan:
         if off:
             await self._v.stop()
         elif streamer is not None:
-            transport = list(streamer.endpoints)[2].transport
+            transport = self._cloud(streamer).transport
             transport.disconnect()
         await asyncio.sleep(0.5 + 2.5 * dice.random())  # so that a message waits for it
         hours = dice.choice((5, 30, 73, 120))
@@ -372,15 +388,22 @@ class Plan:
         world.checker.disturbed_until("absence")
 
     async def _rename(self) -> None:
-        """The cloud's endpoint has another name for a while."""
+        """The cloud's endpoint has another name for a while; its backlog goes there, or waits for the old name."""
         config = copy.deepcopy(self._v.config)
-        name = "cloud2" if config["endpoint"][2]["name"] == "cloud" else "cloud"
+        before = config["endpoint"][2]["name"]
+        name = "cloud2" if before == "cloud" else "cloud"
         config["endpoint"][2]["name"] = name
+        config["endpoint"][2].pop("renamed_from", None)
+        is_carried = self._dice.random() < 0.6 and self._was_left != {before, name}
+        if is_carried:
+            config["endpoint"][2]["renamed_from"] = before
+        else:
+            self._was_left = {before, name}
         for rule in config.get("rule", []):
             for side in ("from", "to"):
                 if rule[side] in ("cloud", "cloud2"):
                     rule[side] = name
-        await self._with_config(config, era=True)
+        await self._with_config(config, era=not is_carried)
 
     async def _rule_removed(self) -> None:
         config = copy.deepcopy(self._v.config)
@@ -391,6 +414,47 @@ class Plan:
             removed = self._dice.choice([("vehicle", names[2]), ("vehicle", "mcu"), ("mcu", names[2])])
             config["rule"] = [{"from": a, "to": b} for a in names for b in names if a != b and (a, b) != removed]
         await self._with_config(config)
+
+    async def _reload(self) -> None:
+        """Reloads of the vehicle's gateway, one after the other or two at once, with other faults between them."""
+        for _ in range(1 + self._dice.randrange(3)):
+            config = copy.deepcopy(self._v.config)
+            for _ in range(1 + self._dice.randrange(2)):
+                self._change(config)
+            await self._take(self._v, config, 2.0)
+            await self._meanwhile()
+
+    def _change(self, config: dict[str, Any]) -> None:
+        dice, endpoints = self._dice, config["endpoint"]
+        match dice.randrange(4):
+            case 0:  # a network is closed and opened again
+                authorities = dice.choice(endpoints)["authorities"]
+                if len(authorities) > 1:
+                    authorities.pop()
+                else:
+                    authorities.append(f"*.{authorities[0]}.elsewhere")
+            case 1:  # all pumps are made again
+                config["egress"]["retry_max_ms"] = dice.choice((300, 400))
+            case 2:
+                if config["history"].pop("record", None) is None:
+                    config["history"]["record"] = ["//vin1/8001/1/FFFF"]
+            case 3:
+                config["express"] = {"messages_max": dice.choice((2_000, 4_096))}
+
+    async def _endpoint_removed(self) -> None:
+        """A network is not configured for a while."""
+        before = self._v.config
+        gone = "mcu" if self._dice.random() < 0.5 else before["endpoint"][2]["name"]
+        config = copy.deepcopy(before)
+        config["endpoint"] = [one for one in config["endpoint"] if one["name"] != gone]
+        config["follow"] = [one for one in config.get("follow", ()) if one["endpoint"] != gone]
+        if "rule" in config:
+            config["rule"] = [one for one in config["rule"] if gone not in (one["from"], one["to"])]
+        await self._take(self._v, config, 1.0)
+        await self._some(4.0)
+        if self._dice.random() < 0.3:
+            await self._kill()
+        await self._take(self._v, before, 1.0)
 
     async def _record_or_not(self) -> None:
         config = copy.deepcopy(self._v.config)
@@ -405,8 +469,9 @@ class Plan:
         if streamer is None:
             return
         names = [one.name for one in streamer.endpoints]
-        topic, peer = uris.parse(dice.choice(("//vin1/8001/1/8001", "//*/FFFFFFFF/FF/FFFF"))), names[2]
-        origin = dice.choice(("", "", *names[:2]))
+        topic = uris.parse(dice.choice(("//vin1/8001/1/8001", "//*/FFFFFFFF/FF/FFFF")))
+        peer = self._cloud(streamer).name
+        origin = dice.choice(("", "", *[one for one in names if one != peer]))
         self._world.checker.disturbed_from("pause")
         with contextlib.suppress(UStatusError):  # it was killed meanwhile
             await streamer.paused.pause(topic, peer, origin)
@@ -494,15 +559,38 @@ class Plan:
         await self._some(3.0)
 
     async def _with_config(self, config: dict[str, Any], *, era: bool = False) -> None:
+        transport: Any = None
         if self._dice.random() < 0.4 and self._v.streamer is not None:  # with a backlog
-            transport: Any = list(self._v.streamer.endpoints)[2].transport
+            transport = self._cloud(self._v.streamer).transport
             transport.disconnect()
             await self._some(2.0)
-        await self._v.stop()
         if era:
+            await self._v.stop()
             self._another_era()
-        await self._some(2.0)
-        self._start(self._v, config)
+            await self._some(2.0)
+            self._start(self._v, config)
+        else:
+            await self._take(self._v, config, 2.0)
+        if transport is not None:
+            transport.reconnect()  # a reload may have left it open
+
+    async def _take(self, machine: Machine, config: dict[str, Any], away_s: float) -> None:
+        """The gateway takes over a configuration: while it runs, perhaps with a kill meanwhile, or by a restart."""
+        dice = self._reload_dice
+        if "reload" not in self._world.without and dice.random() < RELOAD_SHARE:
+            self._world.checker.disturbed_from(f"reload {machine.name}")
+            if dice.random() < 0.25:
+                machine.kill_after(dice.randrange(300))
+            is_taken = await machine.reload(config)
+            if machine.process is not None:
+                machine.process.kill_at = None
+            self._start(machine)
+            self._world.checker.disturbed_until(f"reload {machine.name}")
+            if is_taken:
+                return
+        await machine.stop()
+        await self._some(away_s)
+        self._start(machine, config)
 
     def _another_era(self) -> None:
         """Another name is another peer, with a cursor of its own: each in order, though not one after the other."""
@@ -728,10 +816,12 @@ class Plan:
                 renamed = [one["name"] for one in machine.config["endpoint"]] != [
                     one["name"] for one in base["endpoint"]
                 ]
-                await machine.stop()
                 if renamed:
+                    await machine.stop()
                     self._another_era()
+                    self._start(machine, base)
+                else:
+                    await self._take(machine, base, 0.0)
                 self.newest_at_heal[machine.name] = world.checker.newest.get(machine.name, 0)
-                self._start(machine, base)
             self._start(machine)
         await self._resume_all(self._v)
