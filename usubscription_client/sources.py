@@ -170,7 +170,7 @@ class ServiceInterest(InterestSource):
         self._task: asyncio.Task[None] | None = None
         self._is_loaded = False
         self._first_answer = asyncio.Event()  # or the first failure
-        self._transport = transport
+        self.transport = transport
         transport.on_connection(self._connection_changed)
 
     @property
@@ -199,7 +199,7 @@ class ServiceInterest(InterestSource):
         await self.answered()
 
     async def answered(self) -> None:
-        if self._transport.connected and self._task is not None:
+        if self.transport.connected and self._task is not None:
             await self._first_answer.wait()
 
     async def stop(self) -> None:
@@ -252,7 +252,7 @@ class ServiceInterest(InterestSource):
         loop = asyncio.get_running_loop()
         while True:
             self._news.clear()
-            if not self._transport.connected:  # a call would wait for the network, and delay the first useful one
+            if not self.transport.connected:  # a call would wait for the network, and delay the first useful one
                 await self._news.wait()
                 continue
             # a limit also for notifications, which cost their sender nothing

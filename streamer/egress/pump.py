@@ -148,15 +148,15 @@ class Pump:
             source.on_retention_loss(self._passed),
             source.on_forgotten(self.holding.forget),
             source.keep_streams(self.holding.streams_in_hand),
+            peer.on_heard(self._heard_at),
         ]
-        peer.on_heard(self._heard_at)
 
     def __repr__(self) -> str:
         seqs = f"cursor={self.cursor}, read={self.plans.read}, newest={self.log.newest_seq}"
         return f"Pump({self.peer.name}, {seqs}, waiting={len(self.sender.queue)})"
 
     def close(self) -> None:
-        """Remove the pump from the log, its flow and the pauses, after `run` was cancelled. Its cursor stays."""
+        """Remove the pump from whatever calls it, after `run` was cancelled. Its cursor stays."""
         for remove in self._registrations:
             remove()
 

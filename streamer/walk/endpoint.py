@@ -21,9 +21,11 @@ import structlog
 
 from streamer.walk.names import Names, Twins, ambiguous
 from transports.base import NOT_TRIED, stopped
+from uprotocol import callbacks
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
+from uprotocol.callbacks import Remove
 from uprotocol.encoded import EncodedMessage
 from uprotocol.status import OK, RETRYABLE, UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, HeardCallback, UListener, UTransport
@@ -84,10 +86,12 @@ class Endpoint:
         self.twins = Twins(lambda: asyncio.get_running_loop().time())
         self._addressed: Cache[bytes, tuple[str, str]] = Cache(ADDRESSES_CACHED_MAX)
         self._connection_callbacks: list[ConnectionCallback] = []
+        self._heard_callbacks: list[HeardCallback] = []
         self.received = 0
         self.forwarded = 0
         self.forwarded_from: Counter[str] = Counter()  # by name of the endpoint that has their source
         self.dropped: Counter[str] = Counter()
+        self._listen()
 
     def change(self, authorities: Iterable[str], transport: UTransport, suffix: str | None) -> None:
         """Take other names and another transport, which is not open yet; the old one is closed. `Endpoints.changed`
@@ -98,17 +102,32 @@ class Endpoint:
             self.names = None
         self.authorities, self.transport, self.suffix, self.fault = frozenset(authorities), transport, suffix, ""
         self._addressed.clear()
-        for callback in self._connection_callbacks:
-            self._report_connections(callback)
+        self._listen()
 
-    def on_connection(self, callback: ConnectionCallback) -> None:
-        """See UTransport.on_connection; also for each transport that replaces this one."""
-        self._connection_callbacks.append(callback)
-        self._report_connections(callback)
+    def on_connection(self, callback: ConnectionCallback) -> Remove:
+        """See UTransport.on_connection; also for each transport that replaces this one. Returns a function that removes
+        the callback."""
+        return callbacks.add(self._connection_callbacks, callback)
 
-    def _report_connections(self, callback: ConnectionCallback) -> None:
+    def on_heard(self, callback: HeardCallback) -> Remove:
+        """See UTransport.on_heard; otherwise as `on_connection`."""
+        return callbacks.add(self._heard_callbacks, callback)
+
+    def _listen(self) -> None:
+        """Pass on what the transport reports, until another one replaces it."""
         transport = self.transport
-        transport.on_connection(lambda connected: callback(connected) if self.transport is transport else None)
+
+        def connection(connected: bool) -> None:
+            for callback in list(self._connection_callbacks) if self.transport is transport else ():
+                callback(connected)
+
+        def heard(addresses: Sequence[str] | None) -> None:
+            for callback in list(self._heard_callbacks) if self.transport is transport else ():
+                callback(addresses)
+
+        for name, callback in (("on_connection", connection), ("on_heard", heard)):
+            if (subscribe := getattr(transport, name, None)) is not None:
+                subscribe(callback)
 
     @property
     def only_authority(self) -> str:
@@ -194,12 +213,6 @@ class Endpoint:
             found = self.address_of(attributes.source, sink), attributes.source.authority_name
             self._addressed[message.stamp.address] = found
         return found
-
-    def on_heard(self, callback: HeardCallback) -> None:
-        """See UTransport.on_heard."""
-        subscribe = getattr(self.transport, "on_heard", None)
-        if subscribe is not None:
-            subscribe(callback)
 
     async def _send(self, messages: Sequence[EncodedMessage]) -> list[UStatus]:
         """Never raises.

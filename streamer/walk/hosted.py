@@ -34,6 +34,7 @@ from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
+from uprotocol.callbacks import Remove
 from uprotocol.communication.rpc_server import Unserved
 from uprotocol.encoded import EncodedMessage
 from uprotocol.status import OK, UStatusError
@@ -291,6 +292,7 @@ class _Toward(UTransport):
 
     def __init__(self, hosted: HostedTransport, endpoint: Endpoint) -> None:
         self._hosted, self._endpoint = hosted, endpoint
+        self._registrations: list[Remove] = []
 
     def __repr__(self) -> str:
         return f"{self._hosted!r} toward {self._endpoint.name}"
@@ -300,7 +302,12 @@ class _Toward(UTransport):
         return self._endpoint.connected
 
     def on_connection(self, callback: ConnectionCallback) -> None:
-        self._endpoint.on_connection(callback)
+        self._registrations.append(self._endpoint.on_connection(callback))
+
+    async def close(self) -> None:
+        """Report connections no more; everything else goes on."""
+        while self._registrations:
+            self._registrations.pop()()
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
         return await self._hosted.send_batch(messages)
