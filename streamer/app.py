@@ -169,9 +169,9 @@ class Streamer(ChangeableAssembly):
 
     async def _watch(self) -> None:
         """Checks states, clocks, the log's file and old losses until cancelled."""
-        durable = self.logs.durable
-        loop, after_ms = asyncio.get_running_loop(), self.config.history.acknowledge_after_ms
+        durable, loop = self.logs.durable, asyncio.get_running_loop()
         while True:
+            after_ms = self.config.history.acknowledge_after_ms
             for attached in self.attached.values():
                 attached.clocks.look(loop.time())
             for loss in durable.losses.acknowledge_passing(after_ms) if after_ms else ():

@@ -18,6 +18,7 @@ from streamer.config.sections import Section
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
+RESTART: Final = " needs a restart"
 VALUE_CHARACTERS_MAX: Final = 120  # of one value in a line
 
 # Keys by which files on disk are named or were filled, and by which the memory was divided at the start
@@ -66,7 +67,9 @@ class Difference:
 def differences(old: Config, new: Config) -> list[Difference]:
     """Returns the differences in the order of the sections; what needs a restart comes first. Raises as
     `appliable`."""
-    return [*restarts(old, new), *_found(old, appliable(old, new))]
+    needed = restarts(old, new)
+    kept = {one.what.removesuffix(RESTART) for one in needed}
+    return [*needed, *(one for one in _found(old, appliable(old, new)) if one.what not in kept)]
 
 
 def restarts(old: Config, new: Config) -> list[Difference]:
@@ -86,7 +89,7 @@ def restarts(old: Config, new: Config) -> list[Difference]:
         found.append("usubscription.answers_for")
     if old.epochs != new.epochs:
         found.append("epochs")
-    return [Difference("!", what.partition(".")[0], "", f"{what} needs a restart") for what in found]
+    return [Difference("!", what.partition(".")[0], "", what + RESTART) for what in found]
 
 
 def appliable(old: Config, new: Config) -> Config:
@@ -105,9 +108,10 @@ def appliable(old: Config, new: Config) -> Config:
         mode = old.usubscription_of(old.home)
         kept["endpoint"] = [_with(one, "usubscription", mode) if one is new.home else one for one in new.endpoint]
     elif old.answers_for != new.answers_for:
-        kept["usubscription"] = _with(
-            kept.get("usubscription", new.usubscription), "answers_for", sorted(old.answers_for)
-        )
+        ours, theirs = old.usubscription.answers_for, kept.get("usubscription", new.usubscription)
+        if ours is None and old.home.authorities != new.home.authorities:  # of which it is made by default
+            ours = sorted(old.answers_for)
+        kept["usubscription"] = _with(theirs, "answers_for", ours)
     try:
         return Config.model_validate(kept)
     except ValidationError as error:

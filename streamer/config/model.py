@@ -50,6 +50,9 @@ Mistake = tuple[int, str]  # line, description
 CHANNELS_MAX: Final = 10_000  # each keeps its last id in the log
 
 
+CHARACTERS_MAX: Final = 16_000_000  # of a file: ten thousand endpoints have a tenth of that
+
+
 class Config(Section):
     streamer: StreamerSection = StreamerSection()
     admin: AdminSection = AdminSection()
@@ -393,10 +396,13 @@ def _meet(one: str, other: str) -> bool:
 def load(path: Path) -> Config:
     """Read and check `path` and transports' settings. Raises UStatusError(INVALID_ARGUMENT), a line per mistake."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(CHARACTERS_MAX + 1)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error})"
         raise invalid(f"can't read {path}: {why}") from None
+    if len(text) > CHARACTERS_MAX:
+        raise invalid(f"can't read {path}: it has more than {CHARACTERS_MAX} characters: is it a configuration?")
     return loads(text, str(path))
 
 

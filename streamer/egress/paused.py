@@ -225,13 +225,21 @@ class Paused:
             return before - len(self)
 
     async def rename(self, old: str, new: str) -> None:
-        """Have the pauses that name endpoint `old` name `new`. Raises UNAVAILABLE."""
+        """Have the pauses that name endpoint `old` name `new`, at once. If the disk refuses that, the next process has
+        to do it again."""
 
         def renamed(name: str) -> str:
             return new if name == old else name
 
         async with self._turn:
-            await self._change([Pause(one.topic, renamed(one.peer), renamed(one.origin)) for one in self])
+            pauses = [Pause(one.topic, renamed(one.peer), renamed(one.origin)) for one in self]
+            if set(pauses) == set(self._patterns):
+                return  # a file that can't be read stays as it is
+            try:
+                await self._change(pauses)
+            except UStatusError as error:
+                log.warning("pauses under the new name of an endpoint could not be saved", new=new, error=error.message)
+                self._put_in_force(pauses)
 
     async def _change(self, pauses: list[Pause]) -> None:
         if set(pauses) == set(self._patterns) and not self.trouble:

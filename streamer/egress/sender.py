@@ -311,10 +311,10 @@ class Express:
         self.queues[endpoint.name] = ExpressQueue(endpoint, self, self._backoff())
 
     def limit(self, messages_max: int) -> None:
-        """Change how many messages may wait for each endpoint."""
+        """Change how many messages may wait for each endpoint, and wait between attempts as `backoff` says now."""
         self.messages_max = messages_max
         for queue in self.queues.values():
-            queue.limit(messages_max)
+            queue.limit(messages_max, self._backoff())
 
     def remove_endpoint(self, name: str) -> None:
         """Fail what waits in its queue with UNAVAILABLE. Call it once `run` of the queue has been cancelled."""
@@ -365,9 +365,11 @@ class ExpressQueue:
         self._answers: Shares[Hashable] = Shares(ANSWERS_MAX, express.bytes_max, CALLERS_SHARE)
         self._sender = Sender[ExpressMessage](peer, EXPRESS_MESSAGES_MAX, EXPRESS_BYTES_MAX)
 
-    def limit(self, messages_max: int) -> None:
+    def limit(self, messages_max: int, backoff: Backoff) -> None:
         for shares in (self._callers, self._senders, self._frames):
             shares.limit(messages_max)
+        self._backoff.wake()
+        self._backoff = backoff
 
     def __len__(self) -> int:
         """Returns the number of messages that wait or are being sent."""

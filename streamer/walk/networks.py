@@ -310,7 +310,7 @@ class Networks:
                 if retry or retry_at is None:
                     retry_at = loop.time() + backoff.next_ms() / 1000
             elif retry_at is not None:
-                backoff.reset()
+                backoff = self._backoff()  # with the limits that are configured now
                 retry_at = None
             if not network.tried.is_set():
                 self._has_tried(network)
