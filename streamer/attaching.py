@@ -73,7 +73,7 @@ class ChangeableAssembly(ReportingAssembly):
         """Stops the pumps of an endpoint, and closes its network within NETWORKS_CLOSE_S if `close`. `renew` goes on
         in a later step."""
         network = [attached.network_task] if close and attached.network_task is not None else []
-        await _end([*attached.pump_tasks, *network])
+        await end([*attached.pump_tasks, *network])
         if close:
             await within(NETWORKS_CLOSE_S, attached.endpoint.name, attached.endpoint.close())
 
@@ -211,7 +211,7 @@ class ChangeableAssembly(ReportingAssembly):
 
     async def stop_endpoint(self, attached: Attached) -> None:
         """Ends the tasks of an endpoint, and closes its network within NETWORKS_CLOSE_S."""
-        await _end(attached.tasks)
+        await end(attached.tasks)
         await within(NETWORKS_CLOSE_S, attached.endpoint.name, attached.endpoint.close())
 
     def remove_stopped(self, attached: Attached) -> None:
@@ -255,8 +255,9 @@ class ChangeableAssembly(ReportingAssembly):
             self.config, section, self.hosted, self.endpoints, self.runtime, lambda authority: authority in authorities
         )
         for source in made:
+            await source.load()
             if before is not None and source.name in before:
-                source.replace(list(before[source.name].subscriptions()))
+                source.replace(list(before[source.name].subscriptions()))  # also those that are not on disk yet
             await self.interest.add_source(source)
             task = self.start_task(source.start(), f"learn the interest {section.name}")
             self.attached[section.name].asking[source.name] = task
@@ -265,11 +266,18 @@ class ChangeableAssembly(ReportingAssembly):
         """Asks the uSubscription services of these authorities no more."""
         for source in [one for one in self.interest.sources if isinstance(one, ServiceInterest)]:
             if source.name in authorities:
-                await _end([task for one in self.attached.values() if (task := one.asking.pop(source.name, None))])
+                await self.stop_asking(source)
                 await self.interest.remove_source(source)
 
+    async def stop_asking(self, source: ServiceInterest) -> None:
+        """Asks a uSubscription service no more, and saves what it has said, which still serves."""
+        await end([task for one in self.attached.values() if (task := one.asking.pop(source.name, None))])
+        await source.stop()
+        await source.transport.close()
 
-async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
+
+async def end(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Cancels tasks, and returns once they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

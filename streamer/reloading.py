@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ import structlog
 from storage import logs
 from streamer import parts
 from streamer.assembly import Attached
-from streamer.attaching import ChangeableAssembly
+from streamer.attaching import ChangeableAssembly, end
 from streamer.config import AdminSection, Config, EndpointSection, FollowSection, patterns
 from streamer.config.changes import Difference, appliable, differences
 from streamer.edge.edge import check_extra
@@ -41,6 +41,7 @@ NETWORK_KEYS: Final = ("transport", "authorities", "suffix", "hold", "settings")
 # ... and those for which its pumps are created again
 PUMP_KEYS: Final = (*NETWORK_KEYS, "followed_by")
 EDGE_SECTIONS: Final = ("http", "grip", "channel", "proxy")
+NOT_RELOADED: Final = "nothing is reloaded: this streamer"
 OPEN_WAIT_S: Final = 3.0  # for the HTTP edge, before the answer
 
 log = structlog.get_logger()
@@ -72,7 +73,7 @@ class Reloader:
         self,
         streamer: ChangeableAssembly,
         read: Callable[[], Config] | None,
-        on_admin: Callable[[str | None, AdminSection], Awaitable[None]],
+        on_admin: Callable[[str | None, AdminSection], Coroutine[Any, Any, None]],
     ) -> None:
         """`read()` blocks and raises UStatusError; None: the configuration has no file. `on_admin(address, guard)`
         serves the admin port there."""
@@ -81,6 +82,7 @@ class Reloader:
         self._failure = ""  # of the last reload
         self._reloaded_ms = 0
         self._counts = {"applied": 0, "failed": 0}
+        self._opening: dict[str, asyncio.Task[None]] = {}  # ports that were to be opened again, by what serves there
 
     def operations(self) -> dict[str, Operation]:
         async def reload(given: Arguments) -> dict[str, Any]:
@@ -94,20 +96,24 @@ class Reloader:
         """Takes over what the file says now, or only returns the differences. Raises UStatusError, and changes nothing:
         FAILED_PRECONDITION before the streamer is ready or without a file, and the errors of the check."""
         streamer = self._streamer
-        if self.read is None or not streamer.ready.is_set() or streamer.stopping.is_set():
-            why = "was not started from a file" if self.read is None else "is not ready: try again"
-            raise UStatusError(UCode.FAILED_PRECONDITION, f"nothing is reloaded: this streamer {why}")
+        if self.read is None:
+            raise UStatusError(UCode.FAILED_PRECONDITION, f"{NOT_RELOADED} was not started from a file")
+        self._require_running()
         async with streamer.turn:
             try:
                 plan = await self._check(await asyncio.to_thread(self.read))
-            except UStatusError as error:
+            except Exception as caught:
+                error = caught
+                if not isinstance(error, UStatusError):  # a plugin, or the file was replaced while it was read
+                    error = UStatusError(UCode.INTERNAL, f"the check has failed: {caught!r}")
                 if not dry_run:
                     self._counts["failed"] += 1
                     self._failure = "; ".join(error.message.splitlines())
                     log.error("the configuration was not reloaded; nothing has changed", error=error.message)
-                raise
+                raise error from caught
             if dry_run:
                 return plan.changes
+            self._require_running()
             # a failure of our own stops the streamer, whose next start reads the file; the caller's end stops nothing
             await asyncio.shield(streamer.start_task(self._apply(plan), "reload"))
         self._counts["applied"] += 1
@@ -115,6 +121,10 @@ class Reloader:
         self._restarts = [one.what for one in plan.changes if one.sign == "!"]
         log.info("the configuration was reloaded", changes=[str(one) for one in plan.changes])
         return plan.changes
+
+    def _require_running(self) -> None:
+        if not self._streamer.ready.is_set() or self._streamer.stopping.is_set():
+            raise UStatusError(UCode.FAILED_PRECONDITION, f"{NOT_RELOADED} is not ready: try again")
 
     def notes(self) -> Iterator[str]:
         if self._failure:
@@ -178,8 +188,7 @@ class Reloader:
         new = [one for one in config.endpoint if one.name not in before]
         renamed = [(one.renamed_from, one.name) for one in new if one.renamed_from]
         for was, name in renamed:
-            with contextlib.suppress(UStatusError):  # the disk: the pauses hold what they held, under the old name
-                await streamer.paused.rename(was, name)
+            await streamer.paused.rename(was, name)
 
         # no `await` in this step: no message meets a part of the change only
         streamer.config = config
@@ -264,6 +273,8 @@ class Reloader:
         """Asks the uSubscription services that are new or elsewhere now. What one that has moved said before serves
         until it answers."""
         streamer = self._streamer
+        for one in stale:
+            await streamer.stop_asking(one)
         known = {one.name: one for one in stale}
         for section in streamer.config.endpoint:
             fresh = [name for name, where in asked.items() if where == section.name and before.get(name) != where]
@@ -289,14 +300,17 @@ class Reloader:
         through which this was asked for, so nobody waits for it."""
         streamer, config = self._streamer, plan.config
         if plan.has(*EDGE_SECTIONS):
-            opening = streamer.start_task(streamer.edge.change(config), "HTTP edge")
+            opening = await self._open("HTTP edge", streamer.edge.change(config))
             await asyncio.wait({opening}, timeout=OPEN_WAIT_S)
         if plan.has("admin") or old.streamer.admin != config.streamer.admin:
-            streamer.start_task(_void(self._on_admin(config.streamer.admin, config.admin)), "admin port")
+            await self._open("admin port", self._on_admin(config.streamer.admin, config.admin))
 
-
-async def _void(work: Awaitable[None]) -> None:
-    await work
+    async def _open(self, what: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts to open a port again; what still tries to open it as it was configured before ends."""
+        if (before := self._opening.get(what)) is not None:
+            await end([before])
+        self._opening[what] = opened = self._streamer.start_task(work, what)
+        return opened
 
 
 def _differs(one: EndpointSection, other: EndpointSection, keys: tuple[str, ...]) -> bool:
