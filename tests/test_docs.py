@@ -351,7 +351,7 @@ def zenoh_parts(names: tuple[str, ...]) -> str:
 
 
 EXAMPLES: list[tuple[str, str]] = [
-    ("README.md", blocks("README.md")[0]),
+    ("docs/tutorials/gateway.md", blocks("docs/tutorials/gateway.md")[0]),
     (
         "docs/mqtt5.md",
         HOME + textwrap.dedent(re.findall(r"(?:^    .*\n)+", (ROOT / "docs/mqtt5.md").read_text(), re.MULTILINE)[0]),

@@ -35,7 +35,7 @@ def imports(code: str) -> Iterator[tuple[str, str]]:
 def documented() -> list[tuple[str, str]]:
     """Where, and code: the Python of the pages, and the files of the example plugins."""
     found = []
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
             statements = re.findall(r"^from [\w.]+ import (?:\([^)]*\)|[^\n]*)", block, re.MULTILINE)
             found.append((page.name, "\n".join(statements)))

@@ -18,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -223,7 +224,7 @@ def prose(text: str) -> list[str]:
     lines: list[str] = []
     for part in re.split(r"\n\s*\n", inspect.cleandoc(text)):
         lines += (
-            ["```text", inspect.cleandoc(part), "```", ""] if DRAWN.search(part) else [part.replace("<", "&lt;"), ""]
+            ["```text", textwrap.dedent(part), "```", ""] if DRAWN.search(part) else [part.replace("<", "&lt;"), ""]
         )
     return lines if text else []
 

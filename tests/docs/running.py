@@ -24,7 +24,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from transports.ports import free_port
 
@@ -55,12 +55,15 @@ class Terminal:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def __post_init__(self) -> None:
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-
-    def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
+        assert self.process.stderr is not None
+        self.streams = (self.process.stdout, self.process.stderr)
+        self.readers = [threading.Thread(target=self._read, args=(one,), daemon=True) for one in self.streams]
+        for reader in self.readers:
+            reader.start()
+
+    def _read(self, stream: IO[str]) -> None:
+        for line in stream:
             with self.changed:
                 self.lines.append(line.rstrip())
                 self.changed.notify_all()
@@ -68,9 +71,9 @@ class Terminal:
     def expect(self, wanted: list[str]) -> None:
         """Waits until it has printed these lines, after those that were expected before."""
         with self.changed:
-            end = [self.changed.wait_for(lambda: found(wanted, self.lines[self.read :]) is not None, DEADLINE_S)]
+            self.changed.wait_for(lambda: found(wanted, self.lines[self.read :]) is not None, DEADLINE_S)
             at = found(wanted, self.lines[self.read :])
-        if at is None or not end[0]:
+        if at is None:
             raise mismatch(self.command, wanted, self.lines)
         self.read += at
 
@@ -82,9 +85,9 @@ class Terminal:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        self.reader.join(DEADLINE_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        for reader, stream in zip(self.readers, self.streams, strict=True):
+            reader.join(DEADLINE_S)
+            stream.close()
 
 
 class Page:
@@ -167,7 +170,7 @@ class Page:
             env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )

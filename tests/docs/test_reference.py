@@ -51,13 +51,6 @@ def test_an_event_whose_text_is_unknown_is_named() -> None:
         list(reference.events_of(ast.parse("log.error(where())"), "m"))
 
 
-def test_every_command_is_in_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = readme.partition("## On the command line")[2].partition("\n## ")[0]
-    named = set(re.findall(r"`(?:up-streamer )?([\w-]+)[^`]*`", table))
-    assert set(ROOT_COMMAND.commands) - {name.partition(" ")[0] for name in named} == set()
-
-
 def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 

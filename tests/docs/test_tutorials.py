@@ -8,6 +8,7 @@ from typing import Final
 import pytest
 
 from tests.docs import running
+from tests.tiers import full
 
 DOCS: Final = Path(__file__).resolve().parents[2] / "docs"
 zenoh = pytest.importorskip("zenoh", reason="the pages need Zenoh", exc_type=ImportError)
@@ -17,7 +18,14 @@ zenoh = pytest.importorskip("zenoh", reason="the pages need Zenoh", exc_type=Imp
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not running.has_mosquitto(), reason="no mosquitto")
-@pytest.mark.parametrize("page", ["getting-started"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "getting-started",
+        "tutorials/gateway",
+        *(pytest.param(f"tutorials/{one}", marks=full) for one in ("cloud", "plugin", "spark")),
+    ],
+)
 def test_a_page_runs(page: str, tmp_path: Path) -> None:
     running.Page(DOCS / f"{page}.md", tmp_path).run()
 
