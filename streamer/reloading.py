@@ -42,7 +42,7 @@ NETWORK_KEYS: Final = ("transport", "authorities", "suffix", "hold", "settings")
 PUMP_KEYS: Final = (*NETWORK_KEYS, "followed_by")
 EDGE_SECTIONS: Final = ("http", "grip", "channel", "proxy")
 NOT_RELOADED: Final = "nothing is reloaded: this streamer"
-OPEN_WAIT_S: Final = 3.0  # for the HTTP edge, before the answer
+OPEN_WAIT_S: Final = 3.0  # for the HTTP edge, and for networks to be open and to listen, before the answer
 
 log = structlog.get_logger()
 
@@ -223,6 +223,10 @@ class Reloader:
             await source.close()
         await self._static_file(old, plan)
         await self._ports(old, plan)
+        with contextlib.suppress(TimeoutError):  # so that who reads the answer may count on it
+            async with asyncio.timeout(OPEN_WAIT_S):
+                await streamer.networks.tried()
+                await streamer.networks.listen(retry=False)
         streamer.states.look()
 
     def _added(self, plan: ReloadPlan, section: EndpointSection) -> Attached:
