@@ -421,6 +421,31 @@ async def test_what_the_rules_let_go_from_now_on_is_followed(pair: Pair, mode: s
     await pair.expect_all()
 
 
+async def test_following_begins_and_ends_by_reloads(pair: Pair) -> None:
+    """Publishes are pushed before and after it, and followed meanwhile: each once and in order."""
+
+    async def reload(world: World, config: Any) -> None:
+        world.streamer.reloader.read = lambda: config
+        assert await world.streamer.reloader.reload()
+
+    await pair.begin(followed_by=False, follow=False)
+    alone, apart = pair.vehicle.config, pair.hub.config
+    section = FollowSection.model_validate({"endpoint": "link", "service": "//vehicle1/4/1/0"})
+    for _ in range(3):
+        await pair.publish(20)
+        await reload(pair.vehicle, followed_by_hub(pair.vehicle))
+        await pair.publish(20)
+        await reload(pair.hub, apart.model_copy(update={"follow": [section]}))
+        await pair.publish(20)
+        await pair.handed_over()
+        await pair.publish(20)
+        await reload(pair.hub, apart)
+        await pair.publish(20)
+        await reload(pair.vehicle, alone)
+        await pair.publish(20)
+        await pair.expect_all()
+
+
 async def test_an_access_entry_hides_from_who_follows(pair: Pair) -> None:
     """A pattern is followed, but only its topics that the follower may read."""
     entry = '[[access]]\ncallers = ["//hub/4/1/0"]\ndeny = ["//vehicle1/8001/1/8002"]'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import os
 import socket
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription_client import ServiceInterest
+from usubscription_client import ServiceInterest, Status, Subscription
 
 TWO = {"vehicle": "", "cloud": "none"}
 
@@ -416,3 +417,52 @@ async def test_losses_are_acknowledged_after_the_time_that_is_configured_now(
     history = table(world.config.history, {"acknowledge_after_hours": 2})
     await reload(world, changed(world.config, history=history))
     await world.until(lambda: 7_200_000 in asked)
+
+
+# Where subscriptions come from
+
+
+async def test_a_static_file_is_read_again_or_replaced(make_world: MakeWorld, tmp_path: Path) -> None:
+    world = await make_world(TWO, {})
+    interest, topic = world.streamer.interest, uris.parse(DOOR)
+    known = world.config.usubscription.static_file
+    assert known is not None
+    known.write_text(json.dumps(AT_CLOUD))
+    assert await reload(world, world.config) == []
+    assert interest.wants(topic)
+    known.write_text("not JSON")
+    with pytest.raises(UStatusError):
+        await reload(world, world.config)
+    assert interest.wants(topic)
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    elsewhere = changed(world.config, usubscription={"static_file": other})
+    await reload(world, elsewhere)
+    assert not interest.wants(topic)
+    assert len(interest.sources) == 2
+    with pytest.raises(UStatusError):
+        await reload(world, world.config)
+    known.write_text(json.dumps(AT_CLOUD))
+    await reload(world, world.config)
+    assert interest.wants(topic)
+
+
+async def test_a_usubscription_that_moves_is_asked_at_one_endpoint(make_world: MakeWorld) -> None:
+    """What it has said serves until it answers there, and over a restart."""
+    world = await make_world({"vehicle": "", "mcu": "remote", "cloud": "remote"}, {})
+    interest, config = world.streamer.interest, world.config
+    (said,) = (one for one in interest.sources if one.name == "cloud")
+    subscriber = Subscription(uris.parse(DOOR), uris.parse("//cloud/8001/1/0"), Status.SUBSCRIBED)
+    said.changed(said.replace([subscriber]))
+    ones = [one.model_dump(exclude_unset=True) for one in config.endpoint]
+    ones[1]["authorities"], ones[2]["authorities"] = ["mcu1", "cloud"], ["cloud9"]
+    moved = changed(config, endpoint=ones)
+    await reload(world, moved)
+    (now,) = (one for one in interest.sources if one.name == "cloud")
+    assert now is not said
+    assert interest.wants(uris.parse(DOOR))
+    asking = {name: list(one.asking) for name, one in world.streamer.attached.items() if one.asking}
+    assert asking == {"mcu": ["cloud"], "cloud": ["cloud9"]}
+    await reload(world, with_endpoint(moved, "mcu", authorities=["mcu1"]))
+    assert not interest.wants(uris.parse(DOOR))
+    assert not [one for one in interest.sources if one.name == "cloud"]
