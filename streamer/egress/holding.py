@@ -122,13 +122,18 @@ class Holding:
 
     def _without_those_behind(self, again: list[tuple[QueuedRecord, UStatus]]) -> list[tuple[QueuedRecord, UStatus]]:
         """Have messages that failed wait in the hold of their address, if it is held meanwhile: in the queue they would
-        be behind its position. Returns the others."""
-        others = list[tuple[QueuedRecord, UStatus]]()
+        be behind its position. So do those of their streams that follow. Returns the others."""
+        others, streams = list[tuple[QueuedRecord, UStatus]](), set[int]()
         for item, status in again:
             if (hold := self._hold_of(item)) is None:
                 others.append((item, status))
             else:
                 self._address_holds.wait_behind(hold, item)
+                streams.add(item[2])
+        if streams:
+            for stream in streams:
+                self._plans.by_stream.pop(stream, None)
+            self._wait_behind(streams)
         return others
 
     def _hold(self, held: Sequence[Refused], again: Sequence[QueuedRecord]) -> list[Refused]:

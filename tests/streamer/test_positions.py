@@ -109,6 +109,24 @@ class Interest:
         return {} if uris.format(topic) in self.unknown else {"cloud": Want()}
 
 
+def pumps(folder: Path, log: Log, network: Any, interest: Interest, letters: Any) -> tuple[Callable[[], Pump], Paused]:
+    """Returns what makes a pump from `log` to `network`, and its pauses."""
+    peer = Endpoint("net", ["cloud"], network)
+    vehicle = Endpoint("vehicle", ["vehicle1"], SimpleNamespace())  # type: ignore[arg-type]
+    endpoints, rules = Endpoints([vehicle, peer]), Rules()
+    rules.add(Rule("vehicle", "net"))
+    unsynced: Any = SimpleNamespace(replace_text=lambda path, text: path.write_text(text))
+    paused = Paused(folder / "paused.json", endpoints, "vehicle1", unsynced)
+    view = View(endpoints, rules, interest, [log], paused)  # type: ignore[arg-type]
+
+    def begun() -> Pump:
+        pump = Pump(peer, log, view, letters, Backoff(1, 1), Flow(), paused)
+        pump.begin()
+        return pump
+
+    return begun, paused
+
+
 @pytest.mark.spec("local~disp-no-discard")
 @given(
     seed=st.integers(0, 1 << 30),
@@ -140,20 +158,14 @@ class _Run:
     async def run(self, hands_over: bool) -> None:
         draw, network, self._log = self._draw, self._network, await Log.open(None, name="durable")
         self._log.durable = True
-        peer = Endpoint("net", ["cloud"], network)  # type: ignore[arg-type]
-        vehicle = Endpoint("vehicle", ["vehicle1"], SimpleNamespace())  # type: ignore[arg-type]
-        endpoints, rules, self._interest = Endpoints([vehicle, peer]), Rules(), Interest()
-        rules.add(Rule("vehicle", "net"))
-        unsynced: Any = SimpleNamespace(replace_text=lambda path, text: path.write_text(text))
-        self._paused = Paused(self._folder / "paused.json", endpoints, "vehicle1", unsynced)
-        view = View(endpoints, rules, self._interest, [self._log], self._paused)  # type: ignore[arg-type]
+        self._interest = Interest()
         letters: Any = SimpleNamespace(add=lambda message, *_: self._letters.add(message.payload))
         self._interest.unknown = {uris.format(topic) for topic in draw.sample(TOPICS, draw.randrange(3))}
         network.check = self._check
+        made, self._paused = pumps(self._folder, self._log, network, self._interest, letters)
 
         def started() -> tuple[Pump, asyncio.Task[None]]:
-            pump = Pump(peer, self._log, view, letters, Backoff(1, 1), Flow(), self._paused)
-            pump.begin()
+            pump = made()
             return pump, asyncio.create_task(pump.run())
 
         pump, running = started()
@@ -258,3 +270,65 @@ class _Run:
                 kept += [self._followed, rows.get(f"{OWED_PREFIX}net:{stream}")]
             if not any(row is not None and row < seq for row in kept):
                 self.faults.append(f"nothing keeps record {seq} of stream {stream}: {rows}, followed {self._followed}")
+
+
+class OneAddress:
+    """A network where all topics have one address. The first batch: the first message is refused, then it is away."""
+
+    connected = True
+    capabilities = Capability.PUBLISH_WITHOUT_SINK
+    in_flight_messages = 100
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.taken: list[bytes] = []
+
+    def address_of(self, source: UUri, sink: UUri | None) -> str:
+        return "vehicle1/cloud"
+
+    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        self.batches += 1
+        if self.batches > 1:
+            self.taken += [message.payload for message in messages]
+            return [OK] * len(messages)
+        statuses = [ANSWERS["refused"]]
+        stopped(statuses, len(messages), UStatus(code=UCode.UNAVAILABLE, message="away"))
+        return statuses
+
+
+@pytest.mark.spec("local~disp-no-discard")
+async def test_what_failed_beside_a_refused_message_is_not_overtaken_by_its_own_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker goes down while it refuses an address, and is back with the right access rule."""
+    monkeypatch.setattr(holds, "RETRY_S_MIN", 60.0)
+    network, log = OneAddress(), await Log.open(None, name="durable")
+    log.durable = True
+    begun, _ = pumps(tmp_path, log, network, Interest(), SimpleNamespace())
+    pump = begun()
+
+    async def append(*topics: UUri) -> None:
+        batch = [
+            UMessageBuilder.publish(topic).build_from_upayload(UPayload(b"%d" % (log.newest_seq + number), TEXT))
+            for number, topic in enumerate(topics, 1)
+        ]
+        await log.append([log.stream_id(topic, None) for topic in topics], list(map(EncodedMessage.of, batch)))
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                assert not running.done()
+                await asyncio.sleep(0.002)
+
+    await append(TOPICS[0], TOPICS[1])
+    running = asyncio.create_task(pump.run())
+    await until(lambda: bool(pump.address_holds))
+    await append(TOPICS[1])
+    await until(lambda: pump.read == 3 and not pump.sender.queue and not pump.sender.flights)
+    pump.address_holds.try_all()
+    pump.wake()
+    await until(lambda: len(network.taken) >= 3)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await log.close()
+    assert network.taken == [b"1", b"2", b"3"]
