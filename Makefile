@@ -1,7 +1,7 @@
 # Everything builds its own .venv and installs what is missing; needs Python 3.11 or later and make.
 #   make demo [DATA=drives]   make test   make test-all   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
 #   make bench [ARGS="--legs disk --seconds 60" | ARGS=--curves | ARGS="--peer-rust BINARY"]
-#   make fuzz [MINUTES=10]   make simulate [SEEDS=10000 START=SEED]   make chaos   make spark-cluster   make interop   make brokers   make attack [ATTACK=polls SECONDS=20]
+#   make fuzz [MINUTES=10]   make simulate [SEEDS=10000 START=SEED]   make chaos   make operate   make spark-cluster   make interop   make brokers   make attack [ATTACK=polls SECONDS=20]
 #   make house [ARGS=--walks]   make docs   make lock   make lowest [ARGS=tests/...]   make audit       LOCK= installs the newest versions that pyproject.toml allows
 # The core is compiled where there is a C compiler (docs/installing.md): COMPILED=0 runs the same Python as it is, COMPILED=1 fails where nothing can be compiled
 
@@ -31,7 +31,7 @@ ifneq ($(COMPILED),)
 export UP_STREAMER_COMPILED := $(COMPILED)
 endif
 
-.PHONY: core demo test test-interpreted test-all check format house fuzz simulate chaos attack interop brokers spark-cluster bench proto spec-coverage config-reference wheel docs lock lowest audit clean
+.PHONY: core demo test test-interpreted test-all check format house fuzz simulate chaos operate attack interop brokers spark-cluster bench proto spec-coverage config-reference wheel docs lock lowest audit clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml $(LOCK)
@@ -98,6 +98,10 @@ bench: core
 chaos: core
 	@$(BIN)/python -m tools.mosquitto || true  # without one, most of it is skipped and says so
 	@$(BIN)/python -m campaigns.chaos $(ARGS)
+
+operate: core  # every operation of two vehicles and a cloud under load; ARGS="--soak --hours 1": is everything flat?
+	@$(BIN)/python -m tools.mosquitto || true
+	@$(BIN)/python -m campaigns.operate $(ARGS)
 
 attack: core
 	@$(BIN)/python -m tools.mosquitto

@@ -153,7 +153,7 @@ class Broker(Server):
         """Returns what the fields mean in mosquitto.conf."""
         lines = [f"persistence {'true' if self.persistent else 'false'}", f"persistence_location {directory}/"]
         if self.users is not None:
-            passwords = "".join(_password_line(name, password) for name, password in self.users.items())
+            passwords = "".join(password_line(name, password) for name, password in self.users.items())
             lines += ["allow_anonymous false", f"password_file {_private(directory / 'passwords', passwords)}"]
         if self.acl is not None:
             lines.append(f"acl_file {_private(directory / 'acl', self.acl)}")
@@ -196,7 +196,7 @@ def _private(path: Path, text: str) -> Path:
     return path
 
 
-def _password_line(name: str, password: str) -> str:
+def password_line(name: str, password: str) -> str:
     """Returns a line of mosquitto_passwd ($7$: PBKDF2 with SHA-512), which may not be installed."""
     salt, rounds = os.urandom(12), 101
     digest = hashlib.pbkdf2_hmac("sha512", password.encode(), salt, rounds)

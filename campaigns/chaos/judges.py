@@ -178,13 +178,14 @@ class ZenohLink:
 class Sender(ABC):
     """Sends numbered messages of some flows, and reports them to the ledger."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, ledger: Ledger, flow: Callable[[Message], str] = flow_of) -> None:
+        """`flow`: the name of a message's flow in the ledger."""
+        self._ledger, self._flow = ledger, flow
 
     def publish(self, source: Uri, sink: Uri | None, payload: bytes) -> None:
         type = NOTIFICATION if sink is not None and not sink.is_any else PUBLISH
         message = Message(new_id(), type, source, sink, payload)
-        self._ledger.sent(message.id, flow_of(message), payload)
+        self._ledger.sent(message.id, self._flow(message), payload)
         self.send(message)
 
     @abstractmethod
@@ -227,8 +228,8 @@ class MqttSender(Sender):
 
 
 class ZenohSender(Sender):
-    def __init__(self, ledger: Ledger, port: int) -> None:
-        super().__init__(ledger)
+    def __init__(self, ledger: Ledger, port: int, flow: Callable[[Message], str] = flow_of) -> None:
+        super().__init__(ledger, flow)
         self._link = ZenohLink(port)
 
     def send(self, message: Message) -> None:
@@ -312,7 +313,8 @@ class Caller:
                 self._answers[message.reqid] = message
                 self._arrived.notify_all()
 
-    def call(self, method: Uri, payload: bytes, timeout_s: float) -> Message | None:
+    def call(self, method: Uri, payload: bytes, timeout_s: float, late_s: float = 0.0) -> Message | None:
+        """`late_s`: wait so much longer than the request's ttl, `timeout_s`."""
         with self._arrived:
             self._answers.clear()  # late answers
         request = Message(
@@ -320,7 +322,7 @@ class Caller:
         )
         self._send(request)
         with self._arrived:
-            self._arrived.wait_for(lambda: request.id in self._answers, timeout_s)
+            self._arrived.wait_for(lambda: request.id in self._answers, timeout_s + late_s)
             return self._answers.pop(request.id, None)
 
 
@@ -368,11 +370,12 @@ class Poller(threading.Thread):
         *,
         followed: Callable[[str], bool] = lambda _: False,
         key: Callable[[Message], bytes] = lambda message: message.id,
+        flow: Callable[[Message], str] = flow_of,
     ) -> None:
         """`pulled`: flows that may arrive this way. `followed`: flows that this history follows. `key`: the name of a
-        message in the ledger."""
+        message in the ledger. `flow`: that of its flow."""
         super().__init__(daemon=True)
-        self._followed, self._key = followed, key
+        self._followed, self._key, self._flow = followed, key, flow
         self._ledger, self._caller, self._method, self._pulled = ledger, caller, Uri(authority, 4, 1, 2), pulled
         self._positions: list[bytes] = []
         self._newest: dict[bytes, int] = {}
@@ -415,7 +418,7 @@ class Poller(threading.Thread):
             self._newest[incarnation] = max(seq, self._newest.get(incarnation, 0))
             assert isinstance(data, bytes)
             message = Message.of_umessage(data)
-            flow = flow_of(message)
+            flow = self._flow(message)
             id = self._key(message)
             self._ledger.shown(id)
             if flow in self._pulled:

@@ -17,6 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -56,6 +57,7 @@ class Process:
         self.start_s = 0.7  # duration of a recent start: early kills come within that
         self._is_usual = False  # false for the first start, which also loads everything
         self.notes: list[str] = []
+        self.is_loaded_once = True  # later starts are forks of one loaded process
         self.exits = 0  # starts that ended by themselves
         self.deaths: list[float] = []  # time.monotonic() of each kill
 
@@ -78,7 +80,7 @@ class Process:
                 env=os.environ | self._environment,
                 preexec_fn=partial(die_with_parent, signal.SIGKILL),
             )
-        if self._argv[0] == sys.executable:
+        if self._argv[0] == sys.executable and self.is_loaded_once:
             self._nursery = Nursery(self._environment)
 
     @property
@@ -188,8 +190,11 @@ class Broker(Process):
     """A real mosquitto. `persistent`: it saves its sessions when it is stopped; a kill loses those since the last
     save."""
 
-    def __init__(self, name: str, folder: Path, tally: Counter[str], access: str | None = None) -> None:
-        """`access`: the text of an access file, which `change_access` changes."""
+    def __init__(
+        self, name: str, folder: Path, tally: Counter[str], access: str | None = None, settings: Sequence[str] = ()
+    ) -> None:
+        """`access`: the text of an access file, which `change_access` changes. `settings`: further lines of
+        mosquitto.conf, which override ours."""
         assert MOSQUITTO is not None, "checked before a campaign begins"
         self.port = free_port()
         place = folder / name
@@ -209,9 +214,9 @@ class Broker(Process):
         if access is not None:
             self._access.write_text(access)
             lines += [f"acl_file {self._access}", "log_type information"]  # it says when it reads that anew
-        config = place / "mosquitto.conf"
-        config.write_text("\n".join(lines) + "\n")
-        super().__init__(name, [MOSQUITTO, "-c", str(config)], folder, tally)
+        self._config, self._lines = place / "mosquitto.conf", lines
+        self.set(settings)
+        super().__init__(name, [MOSQUITTO, "-c", str(self._config)], folder, tally)
         self.start_s = 0.1
 
     def is_ready(self) -> bool:
@@ -221,19 +226,28 @@ class Broker(Process):
             return False
         return True
 
+    def set(self, settings: Sequence[str]) -> None:
+        """Write these further lines of mosquitto.conf, which count from its next start on."""
+        overridden = {line.split()[0] for line in settings}
+        lines = [*(line for line in self._lines if line.split()[0] not in overridden), *settings]
+        self._config.write_text("\n".join(lines) + "\n")
+
     def change_access(self, text: str) -> None:
         """Replace the access rules. When this returns they apply to connected clients, too; if the broker is down, from
         its next start on."""
         fresh = self._access.with_suffix(".new")
         fresh.write_text(text)
         fresh.replace(self._access)
-        if not self.running:
-            return
+        if self.running:
+            self.reload()
+
+    def reload(self) -> None:
+        """Let it read its files again: access rules and passwords. Only with access rules it says when it has."""
         before, deadline = self.said().count(RELOADING), time.monotonic() + STOP_S_MAX
         self.signal(signal.SIGHUP)
         while self.said().count(RELOADING) == before:
             if time.monotonic() > deadline:
-                raise ChaosError(f"{self.name} did not read its access rules anew")
+                raise ChaosError(f"{self.name} did not read its files again")
             time.sleep(0.005)
 
 
@@ -252,7 +266,7 @@ class Gateway(Process):
     ) -> None:
         argv = [sys.executable, "-m", "streamer.commands.cli", "run", "--config", str(config), "--json"]
         super().__init__(name, argv, folder, tally, environment)
-        self.data_dir, self._admin_port = data_dir, admin_port
+        self.data_dir, self.admin_port = data_dir, admin_port
         self._gaps_seen = 0.0  # of this start
         self.gap_records = 0.0
         self.reported: set[str] = set()  # damage reported in /readyz
@@ -261,9 +275,10 @@ class Gateway(Process):
         super().start()
         self._gaps_seen = 0.0
 
-    def _get(self, path: str) -> str | None:
+    def get(self, path: str) -> str | None:
+        """The page of the admin port; None if it does not answer."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self._admin_port}{path}", timeout=3) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.admin_port}{path}", timeout=3) as answer:
                 return str(answer.read().decode())
         except urllib.error.HTTPError as error:
             with error:
@@ -274,7 +289,7 @@ class Gateway(Process):
     def problems(self) -> list[str]:
         """The problems in /readyz, except damage that is reported until a person acknowledges it: that is stored in
         `told`."""
-        text = self._get("/readyz")
+        text = self.get("/readyz")
         found: list[str] = ["it does not answer"] if text is None else json.loads(text)["problems"]
         self.reported |= {problem for problem in found if TELLS in problem}
         return [problem for problem in found if TELLS not in problem]
@@ -283,7 +298,7 @@ class Gateway(Process):
         """`name{labels}` without the prefix; empty while it does not answer. Gaps told are gathered over all starts."""
         found = {
             name: float(value)
-            for name, value in re.findall(r"^up_streamer_(\S+) (\S+)$", self._get("/metrics") or "", re.MULTILINE)
+            for name, value in re.findall(r"^up_streamer_(\S+) (\S+)$", self.get("/metrics") or "", re.MULTILINE)
         }
         gaps = sum(value for name, value in found.items() if name.startswith("gap_records_total"))
         self.gap_records += max(0.0, gaps - self._gaps_seen)
