@@ -35,6 +35,7 @@ from streamer.operating.admin import Admin
 from streamer.operating.control import ControlSocket, SpareSocket
 from streamer.operating.states import LOOK_S, Condition, Sample, build, of_one_that_cant_start
 from streamer.operating.status import operations_without_start, status_of, status_without_start
+from streamer.operating.tracing import check_tracing
 from streamer.operations import operations_of
 from streamer.reloading import Reloader
 from streamer.walk.endpoint import Endpoints
@@ -57,6 +58,7 @@ class Streamer(ChangeableAssembly):
     async def create(cls, config: Config, runtime: Runtime = REAL) -> Self:
         """Opens the logs and creates the parts, but opens no network. Raises UStatusError."""
         check_extra(config)
+        check_tracing(config.tracing)
         endpoints = parts.endpoints_of(config)
         runtime = dataclasses.replace(runtime, disk=runtime.disk.with_reserve(parts.reserve_of(config)))
         logs, window = await parts.logs_of(config, runtime)
@@ -138,6 +140,7 @@ class Streamer(ChangeableAssembly):
         embedded = self.embedded
         for one in self.logs:
             yield Part(f"{one.name} log", stage="file", stop=one.close)
+        yield Part("tracing", stage="file", start=self._trace, stop=self.tracing.close)
         yield Part("dead letters", stage="file", run=self.dead_letters.run, stop=self.dead_letters.close)
         yield Part("gaps", run=self.gaps.run)
         yield Part("states", run=self._watch)
@@ -195,6 +198,9 @@ class Streamer(ChangeableAssembly):
         self.follows.load()
         self.recoveries.load()
         self.claims.load()
+
+    async def _trace(self) -> None:
+        self.tracing.change(self.config.tracing)
 
     async def _close_flows(self) -> None:
         self.entry.close()

@@ -38,6 +38,7 @@ from streamer.operating.states import (
     Clocks,
     LossReports,
 )
+from streamer.operating.tracing import Tracing
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
 from streamer.walk.hosted import Access, HostedTransport
@@ -139,6 +140,7 @@ class Assembly:
             bytes_max=self.limits.dead_letter_bytes_max,
             message_bytes_max=self.limits.message_bytes_max,
         )
+        self.tracing = Tracing(config.authority, self.endpoints, self.dead_letters)
         self.usubscription = parts.usubscription_of(config, self.hosted, runtime, DRAIN_MS_MAX)
         self.embedded: EmbeddedUSubscription | None = None
         if self.usubscription is not None:
@@ -207,6 +209,7 @@ class Assembly:
 
     def make_endpoint(self, endpoint: Endpoint) -> Attached:
         """Creates the parts of one endpoint of the configuration."""
+        endpoint.spans = self.tracing.spans
         pumps = self.make_pumps(endpoint)
         looking = [self.interest.on_change(pump.interest_changed) for pump in pumps]
         made = Attached(endpoint, Ingress(endpoint, self.dispatch), pumps, Clocks(endpoint), looking)

@@ -29,6 +29,7 @@ from streamer.edge.edge import check_extra
 from streamer.egress import renaming
 from streamer.operating.operations import Arguments, Operation
 from streamer.operating.states import Sample
+from streamer.operating.tracing import check_tracing
 from streamer.recovery.asking import AskedSource
 from transports import certificates
 from uprotocol.status import UStatusError
@@ -145,6 +146,7 @@ class Reloader:
         found = differences(old, new)
         config = appliable(old, new)
         check_extra(config)
+        check_tracing(config.tracing)
         before = {one.name: one for one in old.endpoint}
         transports = {
             one.name: parts.make_transport(config, one)
@@ -254,6 +256,9 @@ class Reloader:
         if plan.has("streamer"):
             logs.configure(config.streamer.log_level, config.streamer.log_format)
             streamer.log_level.keep()
+        if plan.has("tracing"):
+            with contextlib.suppress(UStatusError):  # a file has gone since the check: as before
+                streamer.tracing.change(config.tracing)
         parts.retain(config, streamer.logs)
         with contextlib.suppress(UStatusError):  # then it keeps its size
             streamer.runtime.disk.reserve.bytes = parts.reserve_of(config).bytes

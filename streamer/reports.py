@@ -117,6 +117,7 @@ class ReportingAssembly(Assembly):
         yield "gaps", (), self.gaps.total
         yield from metrics.of_epochs(self.keeper)
         yield from self.states.samples()
+        yield from self.tracing.samples()
         yield from self.ledger.samples(self.topics_of)
         yield from self.paused.samples()
         yield from self._endpoint_samples()
@@ -152,6 +153,7 @@ class ReportingAssembly(Assembly):
             *(one.problem for one in self._held("unheard")),
             *self.certificates.notes(),
             *self.edge.notes(),
+            *self.tracing.notes(),
         ]
 
     def topics_of(self, authority: str) -> int:

@@ -25,6 +25,7 @@ from streamer.config import Config, Location, line_of
 from streamer.edge import tokens
 from streamer.edge.edge import check_extra
 from streamer.egress import paused as pauses
+from streamer.operating.tracing import check_tracing
 from streamer.recovery.source import SOURCES
 from transports import certificates
 from transports import plugin as plugins
@@ -66,6 +67,7 @@ def check(
     with terminal.errors(terminal.EXIT_CONFIG):
         loaded = configs.load(config)
         check_extra(loaded)
+        check_tracing(loaded.tracing)
     found = usable_files(loaded, config)
     made = asyncio.run(_make_transports(loaded))
     if connect:

@@ -2,7 +2,7 @@
 
 [streamer]  who we are         [[endpoint]]  networks        [[rule]]  what goes where (default: everything, both ways)
 [history]   what is kept       [usubscription]  interest     [express] [egress] [limits]
-[admin]     who may ask at the admin port
+[admin]     who may ask at the admin port                    [tracing]  where spans go
 [[access]]  who reads what of the history, where that is not what the rules say
 [[follow]]  whose history is followed
 [[epochs]]  which topics have epochs together
@@ -23,4 +23,5 @@ from streamer.config.sections import EndpointSection as EndpointSection
 from streamer.config.sections import FollowSection as FollowSection
 from streamer.config.sections import Location as Location
 from streamer.config.sections import RuleSection as RuleSection
+from streamer.config.sections import TracingSection as TracingSection
 from streamer.config.sections import patterns as patterns

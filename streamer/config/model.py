@@ -33,6 +33,7 @@ from streamer.config.sections import (
     RuleSection,
     Section,
     StreamerSection,
+    TracingSection,
     USubscriptionSection,
     is_loopback,
 )
@@ -67,6 +68,7 @@ class Config(Section):
     express: ExpressSection = ExpressSection()
     limits: LimitsSection = LimitsSection()
     dispatch: DispatchSection = DispatchSection()
+    tracing: TracingSection = TracingSection()
     http: HttpSection = HttpSection()
     grip: GripSection = GripSection()
     channel: list[ChannelSection] = Field(default=[], max_length=CHANNELS_MAX)
@@ -323,6 +325,11 @@ def _mistakes_of_http(config: Config) -> Iterator[tuple[str, Location]]:
             yield f"two backends have the prefix {proxy.prefix!r}", ("proxy", index, "prefix")
 
 
+def _mistakes_of_tracing(config: Config) -> Iterator[tuple[str, Location]]:
+    if config.tracing.otlp is None and config.tracing.model_fields_set:
+        yield "[tracing] says how spans are sent to tracing.otlp, which is not set", ("tracing",)
+
+
 def _mistakes_of_channel(config: Config, index: int, one: ChannelSection) -> Iterator[tuple[str, str]]:
     if config.grip.publish is None:
         yield f"items of channel {one.name!r} come in at grip.publish, which is not set", "name"
@@ -352,6 +359,7 @@ CHECKS: Final = (
     _mistakes_of_epochs,
     _mistakes_of_http,
     _mistakes_of_recovery,
+    _mistakes_of_tracing,
 )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -381,3 +382,28 @@ class DispatchSection(Section):
 
     control: list[TopicPattern] = []
     """patterns of callers that may Pause and Resume; the command line of this machine may always"""
+
+
+def _collector(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError(f"expected the address of a collector such as http://127.0.0.1:4318, got {text!r}")
+    return text
+
+
+class TracingSection(Section):
+    """Where the spans of traced messages go. Needs the extra `otel`."""
+
+    otlp: Annotated[str, AfterValidator(_collector)] | None = None
+    """an OpenTelemetry collector that takes OTLP over HTTP, such as `http://127.0.0.1:4318`; spans are posted to
+    `/v1/traces` below it. Without it nothing is traced"""
+    share: float = Field(default=1.0, ge=0, le=1)
+    """of the traces whose senders have sampled them, so many are recorded; all gateways with the same share record the
+    same traces"""
+    service_name: str = Field(default="up-streamer", min_length=1)
+    """`service.name` of the spans; their `service.instance.id` is the authority of the streamer"""
+    headers_file: Path | None = None
+    """headers for the collector, such as a token: `NAME: VALUE` in each line. It is read for each batch"""
+    ca_file: Path | None = None
+    """certificates of the authorities that the collector's certificate may come from, PEM; without it those of the
+    system"""

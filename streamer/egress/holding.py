@@ -159,6 +159,8 @@ class Holding:
             if hold is None:
                 beyond.append(one)
                 continue
+            if self._peer.spans is not None:
+                self._peer.spans.held(self._peer.name, item[1], kind, status)
             streams.add(item[2])
             holds.add(hold)
         if merges != self._address_holds.merges:

@@ -210,6 +210,8 @@ class Sender(Generic[T]):
         """Send `batch` behind those in flight, at the pace. If the network takes one batch at a time, or this is a
         trial, wait for the answer, since others would only fail behind it. Returns False if an earlier message has
         failed meanwhile; then `batch` has to go back to the queue."""
+        if self._peer.spans is not None:
+            self._peer.spans.ready(self._peer.name, [item[1] for item in batch])
         if self.pace is not None:
             self.waiting = batch
             await self.pace.spend(self._cost(batch))
@@ -251,6 +253,8 @@ class Sender(Generic[T]):
             landed.items.extend(items)
             landed.statuses.extend(answer.result())
         self.have_failed = self.have_failed and bool(self.flights)
+        if landed.items and self._peer.spans is not None:
+            self._peer.spans.answered(self._peer.name, [item[1] for item in landed.items], landed.statuses)
         return landed
 
     async def answered(self, timeout_s: float | None = None) -> None:

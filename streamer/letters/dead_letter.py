@@ -32,6 +32,7 @@ from storage.faults import DamagedError, is_damage, move_aside
 from storage.runtime import REAL, Answerer, Runtime
 from streamer.letters.selection import LetterFilter
 from streamer.operating.states import Condition
+from streamer.walk.spans import MessageSpans
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication.shares import FairQueue
@@ -430,6 +431,7 @@ class DeadLetters:
         self.limited = 0  # counted only: too many of one kind within a minute
         self.damaged = 0  # stores that were moved aside
         self.by_code: Counter[str] = Counter()
+        self.spans: MessageSpans | None = None  # set by the owner: what traces messages
         self.resent = 0  # stored letters that have arrived after all
         self.purged = 0  # ... that an operator has removed
         self.stock = Stock()  # of the store after its last change
@@ -450,6 +452,8 @@ class DeadLetters:
         """
         self.total += 1
         self.by_code[code_name(code)] += 1
+        if self.spans is not None:
+            self.spans.dead(endpoint, message, code, reason)
         source = attributes_of(message).source
         if source == self._topic:
             self.lost += 1  # never a dead letter of a dead letter

@@ -13,5 +13,6 @@ operations.py         What people and programs ask of a running streamer, by nam
 readable.py           Messages as plain data for people and programs
 reading.py            What people look up in a running streamer: subscriptions, last messages
 states.py             The state of the streamer and of each endpoint, since when, and why: losses, clocks, ...
+tracing.py            Sends the spans of messages to an OpenTelemetry collector
 status.py             What a streamer does, and why: one object for the command line, GET /status, and the page
 """

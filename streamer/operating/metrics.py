@@ -77,6 +77,7 @@ FAMILIES: Final[dict[str, tuple[type[Kinds], str, str]]] = {
     ),
     "unclaimed_records": (GAUGE, "endpoint log", "Records that wait for an endpoint that is not configured"),
     "reloads": (COUNTER, "result", "Reloads of the configuration: applied, or failed, which changes nothing"),
+    "spans": (COUNTER, "result", "Spans of traced messages: exported, or lost since the collector did not take them"),
     "reload_failed": (GAUGE, "", "1 if the last reload of the configuration has failed"),
     "paused": (GAUGE, "peer", "Patterns of topics that are paused for a peer"),
     "log_newest_seq": (GAUGE, "log", "Newest record of a log"),

@@ -7,5 +7,6 @@ ingress.py            Ingress: checks the messages that an endpoint receives
 ledger.py             Counts the messages of each source authority, and enforces its quota during overload
 names.py              Names: how the authorities of this gateway are called on the network of an endpoint
 networks.py           Networks: opens endpoints, keeps them open, and has each ingress listen to exactly what is needed
+spans.py              Spans of messages whose senders want them traced
 view.py               View: which messages may pass between networks, and who must get a record
 """

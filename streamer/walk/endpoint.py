@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar, cast
 import structlog
 
 from streamer.walk.names import Names, Twins, ambiguous
+from streamer.walk.spans import MessageSpans
 from transports.base import NOT_TRIED, stopped
 from uprotocol import callbacks
 from uprotocol import uri as uris
@@ -75,6 +76,7 @@ class Endpoint:
     names: Names | None = None
     # set by the owner: the network answers `status.nobody_listens` to a publish without listeners
     tells_absence = False
+    spans: MessageSpans | None = None  # set by the owner: what traces its messages
 
     def __init__(self, name: str, authorities: Iterable[str], transport: UTransport, suffix: str | None = None) -> None:
         self.name, self.suffix = name, suffix

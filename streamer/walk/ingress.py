@@ -19,7 +19,7 @@ import structlog
 from history.log.log import Log, TopicsFullError
 from streamer.egress.sender import Express
 from streamer.walk.endpoint import Endpoint
-from streamer.walk.flow import Appender, Flow
+from streamer.walk.flow import Appender, Flow, Offer
 from streamer.walk.hosted import HostedTransport
 from streamer.walk.ledger import UNIT_BYTES, UNLIMITED, Account, AuthorityLedger
 from streamer.walk.names import may_carry_addresses
@@ -182,7 +182,7 @@ class Ingress(EncodedListener):
         """Take messages; the transport has dropped invalid and expired ones. The awaitable completes when all messages
         taken are committed."""
         endpoint, dispatch, verdicts, take = self.endpoint, self._dispatch, self._verdicts, self._dispatch.window.take
-        missing = self._missing
+        missing, spans = self._missing, endpoint.spans
         endpoint.received += len(messages)
         if dispatch.view.version != self._verdicts_version:
             self._forget_changed()
@@ -228,13 +228,17 @@ class Ingress(EncodedListener):
                 append[0].append(verdict.stream)
                 append[1].append(message)
             elif peer is not None:
+                if spans is not None:
+                    spans.received(endpoint.name, message)
                 dispatch.express.queues[peer.name].put(message)
             else:
                 inside.append(message.decoded())
         if inside and (delivered := dispatch.hosted.deliver(inside)) is not None:
             pending.append(delivered)
         for target, (streams, batch) in appends.items():
-            offer = functools.partial(self._appenders[target].offer, streams, batch)
+            offer: Offer = functools.partial(self._appenders[target].offer, streams, batch)
+            if spans is not None:
+                offer = spans.appended(endpoint.name, target.name, batch, offer)
             future = dispatch.flows[target].append(len(batch), offer)
             pending.append(future)
             if not future.done():
