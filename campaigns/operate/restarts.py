@@ -75,18 +75,6 @@ def kill(stage: Stage) -> None:
         stage.flowing()
 
 
-@step("broker away")
-def broker_away(stage: Stage) -> None:
-    broker = stage.fleet.broker
-    broker.stop()
-    began = time.monotonic()
-    for site in stage.sites:
-        stage.reported(site.name, partial(site.line, "its network is away"), began)
-    time.sleep(max(0.0, AWAY_S - (time.monotonic() - began)))
-    broker.start()
-    broker.wait_ready()
-
-
 @step("client_id twice")
 def client_id_twice(stage: Stage) -> None:
     """Somebody connects again and again as the vehicle's gateway. A broker that hangs up on us may not get through to
@@ -105,6 +93,18 @@ def client_id_twice(stage: Stage) -> None:
 def _takes_over(intruder: Intruder, site: Site, *says: str) -> str:
     intruder.connect()
     return site.line(*says)
+
+
+@step("broker away")
+def broker_away(stage: Stage) -> None:
+    broker = stage.fleet.broker
+    broker.stop()
+    began = time.monotonic()
+    for site in stage.sites:
+        stage.reported(site.name, partial(site.line, "its network is away"), began)
+    time.sleep(max(0.0, AWAY_S - (time.monotonic() - began)))
+    broker.start()
+    broker.wait_ready()
 
 
 class Intruder:
