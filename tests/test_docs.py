@@ -330,7 +330,7 @@ def test_no_page_installs_our_bare_name_from_an_index() -> None:
     )
     assert found_text.search("pip install 'up-streamer[zenoh]'")
     assert found_text.search("pip install -U up-streamer")
-    assert not found_text.search("pip install './up_streamer-0.1.0-py3-none-any.whl[zenoh]'")
+    assert not found_text.search("pip install './up_streamer-0.2.0-py3-none-any.whl[zenoh]'")
     files = [
         path for folder in ("deploy", "examples", *PRODUCT) for path in (ROOT / folder).rglob("*") if path.is_file()
     ]

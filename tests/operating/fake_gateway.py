@@ -56,7 +56,7 @@ def flow(source: str, to: str, per_s: float = 0.0, forwarded: int = 0) -> dict[s
 
 def quiet_status(endpoints: Iterable[dict[str, Any]] = (), **changes: Any) -> dict[str, Any]:
     return {
-        "version": "0.1.0",
+        "version": "0.2.0",
         "core": "compiled",
         "authority": "vin1",
         "config": "/etc/up-streamer/vin1.toml",

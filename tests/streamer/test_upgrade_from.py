@@ -20,7 +20,7 @@ from uprotocol import uri as uris
 from usubscription.store.database import Database
 from usubscription_client.sources import SavedInterest
 
-VERSIONS = ("before-0.2.0",)  # made by their own code: tests/fixtures/make_data.py
+VERSIONS = ("before-0.2.0", "0.2.0")  # made by their own code: tests/fixtures/make_data.py
 CONFIG = """
 [streamer]
 authority = "vehicle1"
