@@ -29,7 +29,8 @@ from typing import IO, Final
 from transports.ports import free_port
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-DEADLINE_S: Final = 120.0  # of a command; the machine may be loaded
+DEADLINE_S: Final = 240.0  # of a command; the machine may be loaded
+END_S: Final = 20.0  # from SIGINT to SIGKILL
 AGAIN_S: Final = 0.5  # between two runs of a command that is to be repeated
 PORTS: Final = re.compile(r"\b(1883|1884|7447|7448|7449|9464|9465|9466)\b")
 PART: Final = re.compile(
@@ -81,12 +82,12 @@ class Terminal:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGINT)
         try:
-            self.process.wait(DEADLINE_S)
+            self.process.wait(END_S)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         for reader, stream in zip(self.readers, self.streams, strict=True):
-            reader.join(DEADLINE_S)
+            reader.join(END_S)
             stream.close()
 
 
@@ -155,7 +156,10 @@ class Page:
         deadline = time.monotonic() + DEADLINE_S
         while True:
             done = self._start(command)
-            code = done.process.wait(DEADLINE_S)
+            try:
+                code: int | None = done.process.wait(DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                code = None
             done.end()
             if code == 0 and found([*wanted, ""], [*done.lines, ""]) is not None:
                 return
