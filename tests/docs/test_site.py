@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import re
 import tomllib
 from collections.abc import Iterator
@@ -88,3 +89,18 @@ def public_methods(of: Any) -> Iterator[tuple[str, Any]]:
     for key, one in vars(of).items() if inspect.isclass(of) else ():
         if not key.startswith(("_", "test_")) and inspect.isfunction(one):
             yield key, getattr(of, key)
+
+
+def test_headings_lists_and_tables_have_an_empty_line_before_them() -> None:
+    """GitHub needs none, the site does."""
+    begins = re.compile(r"(#+ |- |\d+\. |\|)")
+    wrong = []
+    for path in sorted(docs_site.DOCS.rglob("*.md")):
+        text = docs_site.FENCED.sub("", path.read_text(encoding="utf-8"))
+        lines = text.splitlines()
+        for before, line in itertools.pairwise(lines):
+            found = begins.match(line)
+            may_follow = (found[1], "  ", "- ", "<!-- ") if found and not found[1].startswith("#") else ()
+            if found and before.strip() and not (before.startswith(may_follow) or re.match(r"\d+\. ", before)):
+                wrong.append(f"{path.name}: {line}")
+    assert not wrong
