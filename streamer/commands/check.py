@@ -87,7 +87,7 @@ def check(
     for title, columns, rows in _tables(loaded, config):
         terminal.show(title, columns, rows)
     for line in [*_summary(loaded), *(f"note: {note}" for note in notes)]:
-        terminal.out.print(line, markup=False)
+        terminal.out.print(terminal.plain_lines(line), markup=False)
     for name, records in _unclaimed(loaded).items():
         waits = f"[bold red]{records} records wait for endpoint {name!r}[/]"
         terminal.out.print(f"{waits}, which this file does not have")

@@ -229,7 +229,7 @@ def _verify(log: Path, as_json: bool) -> None:
         if report.found_total > len(found):
             lines.append(f"and {report.found_total - len(found)} more")
         for line in lines:
-            terminal.out.print(line, markup=False)
+            terminal.out.print(terminal.plain(line), markup=False)
         terminal.out.print("sound" if report.is_sound else "[bold red]damaged[/]")
     raise typer.Exit(0 if report.is_sound else terminal.EXIT_FAILED)
 

@@ -103,7 +103,7 @@ def _control(do: str, at: DataDir, one: Pause | None, as_json: bool) -> None:
     topic, peer, origin = one or ("", "", "")
     found = control.ask(at.path, do, topic, peer, config.authority if config is not None else "", origin)
     if do == "resume" and not as_json:
-        terminal.out.print(f"resumed: {one}", markup=False)
+        terminal.out.print(terminal.plain(f"resumed: {one}"), markup=False)
     for pause in found:
         terminal.tell(as_json, pause.as_dict(), f"paused: {pause}")
     if not found and not as_json:

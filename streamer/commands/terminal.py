@@ -51,7 +51,7 @@ def errors(exit_code: int = EXIT_FAILED, log_format: logs.Format = "text") -> It
             structlog.get_logger().error("the process ends", code=code_name(error.code), error=error.message)
         else:
             err.print(f"[bold red]error[/] {code_name(error.code)}:", end=" ")
-            err.print(error.message, markup=False)
+            err.print(plain_lines(error.message), markup=False)
         raise typer.Exit(EXIT_USAGE if isinstance(error, Misuse) else exit_code) from None
 
 
@@ -80,7 +80,7 @@ def finish(work: Coroutine[Any, Any, T]) -> T:
 
 def tell(as_json: bool, data: dict[str, Any], line: str) -> None:
     """Print `data` as JSON, or `line`."""
-    print(json.dumps(data) if as_json else "\n".join(map(plain, line.split("\n"))), flush=True)
+    print(json.dumps(data) if as_json else plain_lines(line), flush=True)
 
 
 def tell_all(as_json: bool, rows: Iterable[dict[str, Any]], title: str, columns: Sequence[str]) -> None:
@@ -137,6 +137,11 @@ def _spaced(cells: Sequence[str], lengths: Sequence[int]) -> str:
 def plain(text: str) -> str:
     """Returns `text` with control characters escaped: foreign text can't control the terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def plain_lines(text: str) -> str:
+    """Returns `text` with control characters escaped, but for the ends of its lines."""
+    return "\n".join(map(plain, text.split("\n")))
 
 
 def moment(ms: int) -> str:

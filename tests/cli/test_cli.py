@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from storage import logs
 from streamer.commands import cli, terminal
 from tests.certificates import TestAuthority
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
 
 COMMANDS = [
     "run",
@@ -575,7 +578,10 @@ def test_the_log_of_a_streamer_is_json_where_that_is_asked_for(tmp_path: Path) -
 def test_what_strangers_write_moves_no_cursor_and_colours_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     terminal.show("", ["name"], [["[red]vin1[/] \x1b]0;owned\x07\r"]])
     terminal.tell(False, {}, "payload \x1b[2J [bold]")
-    shown = capsys.readouterr().out
+    with pytest.raises(typer.Exit), terminal.errors():
+        raise UStatusError(UCode.INTERNAL, "a peer says \x1b[2J [bold]\r\x07\nsecond line")
+    shown, said = capsys.readouterr()
+    assert said == "error INTERNAL: a peer says \\x1b[2J [bold]\\r\\x07\nsecond line\n"
     assert "[red]vin1[/]" in shown
     assert "\\x1b[2J [bold]" in shown
     assert not set("\x1b\x07\r") & set(shown)
