@@ -73,10 +73,10 @@ async def _serve(config: configs.Config, path: Path, as_json: bool) -> None:
         stopping.set()
 
     def reload() -> None:
-        if running:
+        if running and len(reloads) < 2:  # one that runs, and one that will read every change until then
             reloads.add(task := asyncio.ensure_future(_reload(running[0])))
             task.add_done_callback(reloads.discard)
-        else:
+        elif not running:
             log.warning("not reloaded: the streamer is not ready; it has just read its file")
 
     loop = asyncio.get_running_loop()
