@@ -53,6 +53,10 @@ def private(path: str | Path, flags: int) -> int:
     return file
 
 
+def _private_itself(path: str | Path, flags: int) -> int:
+    return private(path, flags | os.O_NOFOLLOW)
+
+
 def _keep_private(path: Path) -> None:
     """Creates the file if it is missing, and takes permissions from all but its owner. SQLite gives its other files the
     permissions of this one. It is not opened if it exists: closing it would end locks that SQLite has on it."""
@@ -73,7 +77,8 @@ class Lock:
     """A lock of one process. It is a flock, so it ends with the process in any case."""
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[str] | None = open(path, "a+", opener=private)  # noqa: SIM115 - open until `release`
+        # through no link: root may lock a folder that another user writes
+        self._file: IO[str] | None = open(path, "a+", opener=_private_itself)  # noqa: SIM115 - open until `release`
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -18,15 +18,16 @@ import json
 import os
 import shutil
 import sqlite3
+import stat
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import structlog
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from history.file.copying import Copied, copy_log, make_another
 from history.file.retention import own_bytes
@@ -35,13 +36,14 @@ from storage.copies import SHARE, CopyPace, copy_store, copy_whole, sha256, writ
 from storage.disk import REAL_DISK, BadMarkError, Disk, InUseError, Lock, Marked, read_mark
 from storage.faults import FULL_BYTES, DamagedError, is_damage, is_denied, is_full
 from storage.runtime import REAL
-from streamer.operating.operations import Arguments, Operation
+from streamer.operating.operations import NUMBER_MAX, Arguments, Operation
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 
 FORMAT: Final = 1  # of the manifest
 MANIFEST: Final = "manifest.json"
 MANIFEST_BYTES_MAX: Final = 4 << 20
+NAME_BYTES_MAX: Final = 255  # of a file
 LOG: Final = "history.db"
 LOG_MARK: Final = f"{LOG}.mark"
 SUBSCRIPTIONS: Final = "usubscription.db"
@@ -52,11 +54,14 @@ COPYING, READY, PLAN, ASIDE = "restoring", "restored", "plan", "replaced-"  # in
 log = structlog.get_logger()
 
 
+Seq = Annotated[int, Field(ge=0, le=NUMBER_MAX)]
+
+
 class FileEntry(BaseModel):
     """One file of a backup."""
 
     model_config = ConfigDict(strict=True)
-    bytes: int
+    bytes: Annotated[int, Field(ge=0)]
     sha256: str
 
 
@@ -68,10 +73,10 @@ class Manifest(BaseModel):
     program: str
     authority: str
     began: str
-    time: str  # of the last snapshot
-    incarnation: str  # of the log, in hex
-    oldest_seq: int
-    newest_seq: int
+    time: Annotated[str, Field(pattern=r"^[-0-9T:.]{19,32}Z$")]  # of the last snapshot
+    incarnation: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]  # of the log, in hex
+    oldest_seq: Seq
+    newest_seq: Seq
     files: dict[str, FileEntry]
 
     @property
@@ -111,8 +116,8 @@ class Backups:
 
     async def _run(self, given: Arguments) -> dict[str, Any]:
         directory = Path(given.text("directory"))
-        if not directory.is_absolute():
-            raise invalid(f"directory: expected an absolute path, got {str(directory)!r}")
+        if not directory.is_absolute() or not str(directory).isprintable():
+            raise invalid(f"directory: expected an absolute path of printable characters, got {str(directory)[:256]!r}")
         if self._is_running:
             raise UStatusError(UCode.ALREADY_EXISTS, "a backup is being made already: wait until it is complete")
         self._is_running = True
@@ -135,7 +140,7 @@ class Backups:
                 disk=self._disk,
             )
         except UStatusError as error:
-            log.error("the backup has failed, and its files were removed", directory=str(directory), why=error.message)
+            log.error("the backup has failed", directory=str(directory), why=error.message)
             raise
         log.info("the backup is complete", **made)
         return made
@@ -247,6 +252,8 @@ def _errors(what: str, target: Path) -> Iterator[None]:
             )
         elif isinstance(error, FileNotFoundError):
             code, why = UCode.FAILED_PRECONDITION, f"{error}: make that folder first"
+        elif isinstance(error, (FileExistsError, NotADirectoryError)):
+            code, why = UCode.FAILED_PRECONDITION, f"{error}: choose a new folder"
         elif is_damage(error) or isinstance(error, BadMarkError):
             code, why = UCode.DATA_LOSS, f"a store is damaged ({error}): see 'up-streamer history verify'"
         raise UStatusError(code, f"{what} was given up: {why}") from error
@@ -277,7 +284,8 @@ def read_manifest(directory: Path) -> Manifest:
     if LOG not in made.files or not all(_is_saved(name) for name in made.files):
         raise UStatusError(UCode.FAILED_PRECONDITION, f"{path} is not the manifest of a backup: it names other files")
     for name, entry in made.files.items():
-        found = (directory / name).stat().st_size if (directory / name).is_file() else None
+        saved = (directory / name).lstat() if (directory / name).exists() else None
+        found = saved.st_size if saved is not None and stat.S_ISREG(saved.st_mode) else None  # a link leads elsewhere
         if found != entry.bytes:
             what = f"{directory / name} is not what was saved: expected {entry.bytes} bytes, got {found}"
             raise UStatusError(UCode.DATA_LOSS, f"{what}: take another backup")
@@ -286,7 +294,8 @@ def read_manifest(directory: Path) -> Manifest:
 
 def _is_saved(name: str) -> bool:
     stores = (LOG, LOG_MARK, SUBSCRIPTIONS, PARTNERS, LETTERS)
-    return name in stores or (name.endswith(".json") and Path(name).name == name != MANIFEST)
+    is_name = Path(name).name == name.strip() and name.isprintable() and len(name.encode()) <= NAME_BYTES_MAX
+    return name in stores or (name.endswith(".json") and is_name and name != MANIFEST)
 
 
 def restore(
@@ -349,6 +358,8 @@ class _Locked:
         except InUseError as owner:
             why = f"process {owner} uses {data_dir}: stop the streamer first"
             raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
+        except OSError as error:
+            raise UStatusError(UCode.FAILED_PRECONDITION, f"{data_dir} can't be locked: {error}") from None
         self.close = self._lock.release
         _give_to_owner(data_dir, [data_dir / f"{LOG}.lock"])
 
@@ -411,7 +422,14 @@ def _give_to_owner(data_dir: Path, paths: list[Path]) -> None:
     """Let root restore for the user of a service, who owns data_dir."""
     owner = data_dir.stat()
     for path in paths if os.geteuid() == 0 else ():
-        os.chown(path, owner.st_uid, owner.st_gid)
+        os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+
+
+def _require_inside(data_dir: Path, names: list[str], aside: Path | None) -> None:
+    """Raises ValueError if a plan leads out of data_dir: root completes it in a folder that another user writes."""
+    is_ours = aside is None or (aside.parent == data_dir and aside.name.startswith(ASIDE) and not aside.is_symlink())
+    if not is_ours or any(Path(name).name != name for name in names):
+        raise ValueError("its plan leads to another folder")
 
 
 def _later(data_dir: Path, incarnation: bytes) -> int:
@@ -431,10 +449,11 @@ def _finish(data_dir: Path, disk: Disk) -> str | None:
         return None
     try:
         plan = json.loads((ready / PLAN).read_bytes())
-    except (OSError, ValueError) as error:
+        aside = None if plan["aside"] is None else data_dir / plan["aside"]
+        _require_inside(data_dir, [*plan["old"], *plan["new"]], aside)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"a restore was interrupted, and {ready} can't be completed ({error}): remove that folder, restore again"
         raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
-    aside = None if plan["aside"] is None else data_dir / plan["aside"]
     if aside is not None:
         aside.mkdir(mode=0o700, exist_ok=True)
         _give_to_owner(data_dir, [aside])

@@ -13,6 +13,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,13 @@ def _flip(path: Path) -> None:
             UCode.FAILED_PRECONDITION,
             "it names other files",
         ),
+        (lambda made: _name(made, "x" * 300 + ".json"), UCode.FAILED_PRECONDITION, "it names other files"),
+        (lambda made: _name(made, "\0.json"), UCode.FAILED_PRECONDITION, "it names other files"),
+        (lambda made: _name(made, "\x1b[2J.json"), UCode.FAILED_PRECONDITION, "it names other files"),
+        (lambda made: _edit(made, incarnation="zz"), UCode.FAILED_PRECONDITION, "can't be read"),
+        (lambda made: _edit(made, newest_seq=10**30), UCode.FAILED_PRECONDITION, "can't be read"),
+        (lambda made: _edit(made, time="\x1b]0;owned\x07"), UCode.FAILED_PRECONDITION, "can't be read"),
+        (lambda made: _link(made / "history.db"), UCode.DATA_LOSS, "is not what was saved"),
     ],
 )
 async def test_a_backup_that_was_changed_is_not_restored(
@@ -201,6 +209,14 @@ async def test_a_backup_that_was_changed_is_not_restored(
     hurt(tmp_path / "backup")
     await refused(code, what, lambda: restore(tmp_path / "backup", tmp_path / "new"))
     assert not (tmp_path / "new").exists() or names(tmp_path / "new") == {"history.db.lock"}
+
+
+def _link(file: Path) -> None:
+    file.symlink_to(file.rename(file.with_name("elsewhere")))
+
+
+def _name(made: Path, name: str) -> None:
+    _edit(made, files=json.loads((made / "manifest.json").read_text())["files"] | {name: {"bytes": 1, "sha256": ""}})
 
 
 def _edit(made: Path, **fields: Any) -> None:
@@ -218,6 +234,41 @@ async def test_what_root_restores_belongs_to_the_owner_of_the_folder(tmp_path: P
     owners = {(one.stat().st_uid, one.stat().st_gid) for one in [*made, tmp_path / "data" / "history.db.lock"]}
     assert owners == {(4711, 4712)}
     assert Path(moved_to).stat().st_uid == 4711
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"old": [], "new": ["../stolen"], "aside": None},
+        {"old": ["history.db"], "new": [], "aside": "../replaced-1"},
+        {"old": ["history.db"], "new": [], "aside": "replaced-link"},
+        {"old": [["x"]], "new": [], "aside": None},
+        {},
+    ],
+)
+async def test_the_owner_of_a_folder_leads_root_to_no_other_one(tmp_path: Path, plan: dict[str, Any]) -> None:
+    await filled(tmp_path / "data")
+    back_up_stopped(tmp_path / "data", tmp_path / "backup", "")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "data" / "replaced-link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data" / "restored").mkdir()
+    (tmp_path / "data" / "restored" / "plan").write_text(json.dumps(plan))
+    before = names(tmp_path), names(tmp_path / "data")
+    await refused(
+        UCode.FAILED_PRECONDITION, "can't be completed", lambda: restore(tmp_path / "backup", tmp_path / "data")
+    )
+    assert (names(tmp_path), names(tmp_path / "data")) == before
+    assert not names(tmp_path / "elsewhere")
+
+
+async def test_a_lock_is_no_link_to_another_file(tmp_path: Path) -> None:
+    await filled(tmp_path / "data")
+    (tmp_path / "other").write_text("content")
+    (tmp_path / "data" / "history.db.lock").unlink()
+    (tmp_path / "data" / "history.db.lock").symlink_to(tmp_path / "other")
+    locked = partial(back_up_stopped, tmp_path / "data", tmp_path / "backup", "")
+    await refused(UCode.FAILED_PRECONDITION, "can't be locked", locked)
+    assert (tmp_path / "other").read_text() == "content"
 
 
 async def test_a_backup_that_was_put_in_place_by_hand_can_be_backed_up_again(tmp_path: Path) -> None:
@@ -419,8 +470,13 @@ async def test_a_running_streamer_is_backed_up_and_brought_back(make_world: Make
 async def test_one_backup_at_a_time_and_only_to_an_absolute_path(make_world: MakeWorld, tmp_path: Path) -> None:
     world = await _running(make_world)
     ask = world.streamer.operations.answer
-    with pytest.raises(UStatusError, match="absolute path"):
-        await ask("backup", {"directory": "backup"})
+    for directory in ("backup", f"{tmp_path}/\0", f"{tmp_path}/\ud800"):
+        with pytest.raises(UStatusError, match="absolute path"):
+            await ask("backup", {"directory": directory})
+    (tmp_path / "file").write_text("content")
+    with pytest.raises(UStatusError, match="choose a new folder"):
+        await ask("backup", {"directory": str(tmp_path / "file")})
+    assert (tmp_path / "file").read_text() == "content"
     both = [ask("backup", {"directory": str(tmp_path / name)}) for name in ("one", "two")]
     first, second = await asyncio.gather(*both, return_exceptions=True)
     assert isinstance(first, dict)
