@@ -187,6 +187,7 @@ class Fleet:
         self._going = threading.Event()
         self._zenoh_ports = {vin: free_port() for vin in VINS}
         self._senders: dict[str, Sender] = {}
+        self._askers: dict[str, ZenohLink] = {}
         self.pollers: dict[str, Poller] = {}
         self.sites: dict[str, Site] = {}
         self.clock: machine.Clock | None = None
@@ -308,7 +309,8 @@ class Fleet:
             self._keep(link)
             pulled = {flow_name(flow) for flow in self.flows if flow.vin == vin and not flow.goes_up}
             self.pollers[vin] = Poller(self.book, caller, "ecu1", pulled, flow=name)
-            self._call_from(zenoh_caller(port, Uri("ecu1", 0x9102, 1, 0)), METHOD)
+            _, self._askers[vin] = asking = zenoh_caller(port, Uri("ecu1", 0x9102, 1, 0))
+            self._call_from(asking, METHOD)
             me = Uri(CLOUD, 0x9002 + VINS.index(vin), 1, 0)
             caller_link = mqtt_caller(inner, f"caller-{vin}", me, off_vehicle=False)
             self._call_from(caller_link, Uri(f"ecu2.{vin}", METHOD.entity, 1, 1))
@@ -393,6 +395,12 @@ class Fleet:
                 raise ChaosError(f"nothing came of {silent}; /readyz: {troubles}")
 
     # Load
+
+    def ask(self, vin: str, count: int) -> None:
+        """Send so many requests in a vehicle, and don't wait for the answers."""
+        me, ttl_ms = Uri("ecu1", 0x9102, 1, 0), int(CALL_S * 1000)
+        for _ in range(count):
+            self._askers[vin].send(Message(new_id(), REQUEST, me, METHOD, b"?", ttl_ms=ttl_ms))
 
     def say_letter(self, size: int) -> str:
         """Publish a message of so many bytes. Returns the name of its flow."""

@@ -65,7 +65,7 @@ class Stage:
         or never is a problem."""
         began = time.monotonic() if since is None else since
         while not (said := probe()):
-            if time.monotonic() - began > READY_S_MAX * self._patience:
+            if time.monotonic() - began > max(READY_S_MAX, 2 * within_s) * self._patience:
                 self.row.problems.append(f"{what}: never reported")
                 return ""
             time.sleep(0.05)
