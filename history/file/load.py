@@ -86,7 +86,7 @@ class Extent:
     stored_bytes: int = 0  # of messages, ids and columns
     disk_bytes: int = 0  # of all files of the log
     disk_free_bytes: int = 0  # free for us on its disk
-    bytes_max: int = 0  # limit of all files: that of retention, or less where the disk has less
+    bytes_max: int = 0  # what the disk has room for, all files together; 0: unknown
 
 
 class Unindexed(NamedTuple):

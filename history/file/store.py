@@ -349,8 +349,8 @@ class Store:
         extent.disk_bytes = own_bytes(self.path)
         with contextlib.suppress(OSError, sqlite3.Error):  # the next write reports it
             extent.disk_free_bytes = self.runtime.disk.free_bytes(self.path)
-            extent.bytes_max = min(self.bytes_max, self.room.limit(extent.disk_bytes, extent.disk_free_bytes))
-            wal_before, self.sizes = self.sizes.wal, Sizes(extent.bytes_max, self._wal_max)
+            extent.bytes_max = self.room.limit(extent.disk_bytes, extent.disk_free_bytes)
+            wal_before, self.sizes = self.sizes.wal, Sizes(min(self.bytes_max, extent.bytes_max), self._wal_max)
             if self.sizes.wal != wal_before and self.file.db is not None:
                 self._bound(self.file.db)
 

@@ -242,7 +242,7 @@ class Log(Streams):
     @property
     def disk_limit_bytes(self) -> int:
         """Returns how much its files may take: less than `retention_bytes` where the disk has less."""
-        return self.extent.bytes_max or self.retention_bytes
+        return min(self.extent.bytes_max or self.retention_bytes, self.retention_bytes)
 
     @property
     def damage(self) -> list[Damage]:

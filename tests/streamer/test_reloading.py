@@ -124,6 +124,7 @@ async def test_each_difference_is_shown_and_takes_effect(make_world: MakeWorld) 
         "~ egress.retry_max_ms: 30 -> 20",
     ]
     assert "diag" not in streamer.endpoints
+    assert not any("do not fit the disk" in note for note in streamer.notes())
 
 
 async def test_topics_that_are_recorded_from_now_on_are_listened_to(make_world: MakeWorld) -> None:
