@@ -23,6 +23,11 @@ class Backoff:
         self._attempts = 0
         self._woken = asyncio.Event()
 
+    @property
+    def attempt(self) -> int:
+        """Returns the number of the attempt that is not waited for yet, from 1."""
+        return self._attempts + 1
+
     def sibling(self) -> Backoff:
         """Returns a new Backoff with the same limits."""
         return Backoff(self._min_ms, self._max_ms, self._rng)

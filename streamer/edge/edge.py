@@ -122,7 +122,7 @@ class HttpEdge:
                 await self.open()
             except UStatusError as error:
                 self._trouble = f"the HTTP edge can't be opened: {error.message}"
-                log.error("the HTTP edge can't be opened; trying again", error=error.message, attempt=backoff)
+                log.error("the HTTP edge can't be opened; trying again", error=error.message, attempt=backoff.attempt)
                 await backoff.wait()
             else:
                 self._trouble = ""

@@ -106,7 +106,7 @@ class Admin:
                 await self.open()
             except UStatusError as error:
                 self._trouble = f"the admin port can't be opened: {error.message}"
-                log.error("the admin port can't be opened; trying again", error=error.message, attempt=backoff)
+                log.error("the admin port can't be opened; trying again", error=error.message, attempt=backoff.attempt)
                 await backoff.wait()
             else:
                 self._trouble = ""

@@ -180,7 +180,9 @@ class Networks:
                 break
             except UStatusError as error:
                 why = network.trouble = str(error)
-            log.error("an endpoint can't be opened; trying again", endpoint=endpoint.name, error=why, attempt=backoff)
+            log.error(
+                "an endpoint can't be opened; trying again", endpoint=endpoint.name, error=why, attempt=backoff.attempt
+            )
             self._has_tried(network)
             await asyncio.sleep(max(backoff.next_ms(), OPEN_MS_MIN) / 1000)
         network.is_open, network.is_back, network.knows_all_registered, network.trouble = True, True, False, ""

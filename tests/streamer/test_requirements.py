@@ -207,7 +207,9 @@ def test_the_pause_before_the_next_try_doubles_up_to_its_limit_and_is_reset_by_a
     backoff = Backoff(min_ms, min_ms + more, Longest())  # type: ignore[arg-type]
     expected = [min(min_ms << number, min_ms + more) for number in range(tries)]
     assert [backoff.next_ms() for _ in range(tries)] == expected
+    assert backoff.attempt == tries + 1
     backoff.reset()
+    assert backoff.attempt == 1
     assert backoff.next_ms() == min_ms
 
 
