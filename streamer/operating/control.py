@@ -168,12 +168,15 @@ class ControlSocket:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(ANSWER_S):
-                line = await reader.readline()
+                try:
+                    line = await reader.readline()
+                except ValueError:  # it is too long
+                    line = b""
             answer = json.dumps(await self._answer(line)).encode() + b"\n"
             async with asyncio.timeout(ANSWER_S):
                 writer.write(answer)
                 await writer.drain()
-        except (TimeoutError, ConnectionError, ValueError):  # ValueError: a line that is too long
+        except (TimeoutError, ConnectionError):
             pass
         finally:
             writer.close()
@@ -188,7 +191,10 @@ class ControlSocket:
             name = None
         try:
             if not isinstance(name, str):
-                raise invalid('expected one line of JSON: {"do": OPERATION, ARGUMENT: value, ...}')
+                raise invalid(
+                    'expected {"do": OPERATION, ARGUMENT: value, ...} as JSON in one line of at most '
+                    f"{LINE_BYTES_MAX >> 10} KiB"
+                )
             return await self._operations.answer(name, asked)
         except UStatusError as error:
             return {"code": int(error.code), "message": error.message}

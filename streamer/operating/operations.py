@@ -12,6 +12,7 @@ from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 
 NUMBER_MAX: Final = 2**63 - 1  # fits SQLite
+SHOWN_CHARACTERS_MAX: Final = 64  # of a wrong argument, in the error
 
 
 class Arguments:
@@ -24,33 +25,37 @@ class Arguments:
         """Returns a text; `default`, or an error without one, if it is not given."""
         found = self._given.get(name, default)
         if not isinstance(found, str):
-            raise invalid(f"{name}: expected a text, got {found!r}")
+            raise invalid(f"{name}: expected a text, got {_shown(found)}")
         return found
 
     def number(self, name: str, default: int | None = None) -> int:
         """Returns a whole number of at most NUMBER_MAX; `default`, or an error without one, if it is not given."""
         found = self._given.get(name, default)
         if not isinstance(found, int) or isinstance(found, bool) or abs(found) > NUMBER_MAX:
-            raise invalid(f"{name}: expected a whole number, got {found!r}")
+            raise invalid(f"{name}: expected a whole number, got {_shown(found)}")
         return found
 
     def numbers(self, name: str, most: int) -> list[int]:
         """Returns a list of 1 to `most` whole numbers."""
         found = self._given.get(name)
         if not isinstance(found, list) or not 0 < len(found) <= most:
-            raise invalid(f"{name}: expected a list of 1 to {most} whole numbers, got {str(found)[:64]!r}")
+            raise invalid(f"{name}: expected a list of 1 to {most} whole numbers, got {_shown(found)}")
         return [Arguments({name: one}).number(name) for one in found]
 
     def flag(self, name: str) -> bool:
         """Returns a boolean; False if it is not given."""
         found = self._given.get(name, False)
         if not isinstance(found, bool):
-            raise invalid(f"{name}: expected true or false, got {found!r}")
+            raise invalid(f"{name}: expected true or false, got {_shown(found)}")
         return found
 
     def __contains__(self, name: str) -> bool:
         """Returns True if the argument is given and not null."""
         return self._given.get(name) is not None
+
+
+def _shown(found: object) -> str:
+    return repr(found)[:SHOWN_CHARACTERS_MAX]
 
 
 class Operation(NamedTuple):

@@ -59,6 +59,19 @@ async def test_the_socket_and_the_admin_port_answer_alike(tmp_path: Path) -> Non
         assert (await asyncio.to_thread(_post, admin.port, "echo", {"text": "x"}, "wrong"))[0] == 401
 
 
+@pytest.mark.parametrize("given", [{"text": ["x" * 9_000]}, {"text": "a", "number": "x" * 9_000}])
+async def test_an_error_repeats_no_endless_argument(given: dict[str, Any]) -> None:
+    with pytest.raises(UStatusError) as error:
+        await echoing().answer("echo", given)
+    assert len(error.value.message) < 200
+
+
+async def test_a_line_that_is_too_long_is_answered(tmp_path: Path) -> None:
+    async with ControlSocket(tmp_path, echoing()):
+        with pytest.raises(UStatusError, match="in one line of at most 64 KiB"):
+            await asyncio.to_thread(call, tmp_path, "echo", {"text": "x" * (65 << 10)})
+
+
 async def test_without_a_token_the_admin_port_does_no_operations() -> None:
     async with Admin("127.0.0.1:0", list, operations=echoing()) as admin:
         status, answer = await asyncio.to_thread(_post, admin.port, "echo", {"text": "x"}, "")
