@@ -23,7 +23,6 @@ from rich.live import Live
 from storage.disk import REAL_DISK, InUseError
 from streamer.commands import cursors, terminal
 from streamer.commands.options import LOG_NAME, AsJson, DataDir
-from streamer.egress.paused import Pause
 from streamer.operating import control
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
@@ -168,8 +167,6 @@ def _below(found: dict[str, Any]) -> Iterator[str]:
         yield f"disk: {disk['free_bytes'] / MIB:.0f} MiB free, {disk['reserve_bytes'] / MIB:.0f} MiB in reserve"
     codes = "".join(f", {code} {count}" for code, count in sorted(letters["by_code"].items()))
     yield f"dead letters: {letters['stored']} stored, {letters['total']} since the start{codes}"
-    for pause in found["paused"]:
-        yield f"paused: {Pause(pause['topic'], pause['peer'], pause['from'])}"
     for one in found["follows"]:
         trouble = f": {one['trouble']}" if one["trouble"] else ""
         yield f"follows {one['service']} at {one['endpoint']}: {one['state'].replace('_', ' ')}{trouble}"

@@ -113,8 +113,8 @@ def removed(pauses: Iterable[Pause], topic: UUri, peer: str, origin: str = "") -
     if not ended:
         wider = [one.topic for one in ours if uris.matches(uris.parse(one.topic), topic)]
         why = f"it is held by the pause of {', '.join(wider)}: resume that" if wider else "see what is paused"
-        what = f"from {origin!r} toward {peer!r}" if origin else f"toward {peer!r}"
-        raise UStatusError(UCode.NOT_FOUND, f"{uris.format(topic)} {what} is not paused by itself: {why}")
+        what = Pause(uris.format(topic), peer[:PEER_LENGTH_MAX], origin[:PEER_LENGTH_MAX])
+        raise UStatusError(UCode.NOT_FOUND, f"{what} is not paused by itself: {why}")
     return [one for one in before if one not in ended]
 
 

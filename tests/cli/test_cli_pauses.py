@@ -54,6 +54,8 @@ def test_topics_endpoints_and_rules_are_paused_and_resumed(config: Path) -> None
     resumed = ["resumed: everything to vehicle", rule, topic]
     assert said(config, "resume", "--endpoint", "vehicle") == resumed
     assert said(config, "resume", "--rule", "vehicle:cloud") == ["resumed: everything from vehicle to cloud", topic]
+    why = "everything from vehicle to cloud is not paused by itself: see what is paused"
+    assert said(config, "resume", "--rule", "vehicle:cloud", code=1) == [f"error NOT_FOUND: {why}"]
     assert said(config, "resume", TOPIC, "fleet9") == [f"resumed: up:{TOPIC} to fleet9", "nothing is paused"]
 
 
