@@ -68,6 +68,16 @@ def admin_answers(reported: Reported) -> list[str]:
     return [f"the admin port: {reported}"] if reported.get("failed", 1) or reported["slowest_s"] > 5 else []
 
 
+def control_answers(reported: Reported) -> list[str]:
+    return [f"the control socket: {reported}"] if reported.get("failed", 1) or reported["slowest_s"] > 5 else []
+
+
+def nothing_operated(reported: Reported) -> list[str]:
+    """Who shows no token changes nothing and reads nothing."""
+    done = {code: count for code, count in reported.get("codes", {}).items() if code.startswith("2")}
+    return [f"operations without a token: {done}"] if done or not reported.get("codes") else []
+
+
 def flooder_named(reported: Reported) -> list[str]:
     return [] if reported.get("named") == "v0999" else [f"v0999 floods, and the ledger names {reported.get('named')}"]
 
@@ -278,6 +288,22 @@ ATTACKS: Final = (
         {"count": 500, "seconds": 20},
         None,
         checks=(admin_answers,),
+    ),
+    Attack(
+        "operations",
+        "operations at the admin port by those who have no token: wrong ones, forms, nested and half bodies",
+        "operations",
+        {"count": 3_000, "seconds": 20},
+        {"count": 150, "seconds": 3},
+        checks=(admin_answers, nothing_operated),
+    ),
+    Attack(
+        "control",
+        "200 connections to the control socket that say nothing, half a line, or a megabyte",
+        "control",
+        {"count": 200, "seconds": 20},
+        {"count": 40, "seconds": 3},
+        checks=(control_answers,),
     ),
     Attack(
         "churn",

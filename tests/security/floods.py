@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import http.client
 import itertools
 import json
 import os
@@ -14,8 +15,10 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from typing import Final
 
 from campaigns.chaos.judges import ZenohLink
 from campaigns.chaos.wire import NOTIFICATION, PUBLISH, Message, Uri, field, new_id
@@ -35,6 +38,8 @@ from tests.security.hostile import (
     payload,
 )
 from tests.security.raw import RawMqtt, properties, publish
+
+MIB: Final = 1 << 20
 
 
 @attacker
@@ -176,6 +181,84 @@ def admin(at: Places) -> Reported:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{at.admin}/healthz", timeout=10) as answer:
                 answer.read()
+        except OSError:
+            failed += 1
+        slowest = max(slowest, time.monotonic() - began)
+        time.sleep(0.2)
+    return {"held": len(held), "slowest_s": slowest, "failed": failed}
+
+
+POSTS: Final = (
+    ("/operations/pause", b'{"endpoint": "cloud"}', "application/json", ""),
+    ("/operations/backup", b'{"directory": "/tmp/stolen"}', "application/json", "Bearer x"),
+    ("/operations/reload", b"{}", "application/json", "Bearer " + "x" * 6_000),
+    ("/operations/subscriptions", b'{"topic": "' + b"*/" * 30_000 + b'"}', "application/json", "Bearer "),
+    ("/operations/messages", b"[" * 60_000, "application/json", "Basic eDp5"),
+    ("/operations/paused", b"{}", "text/plain", ""),  # as a form of another site
+    ("/operations/purge_letters", b"all=true", "application/x-www-form-urlencoded", ""),
+    ("/operations/..%2fstatus", b"{}", "application/json", ""),
+    ("/page/../operations/resume", b"{}", "application/json", ""),
+    ("/page/main.js", b"{}", "application/json", ""),
+    ("/operations/" + "x" * 4_000, b"{}", "application/json", ""),
+)
+
+
+@attacker
+def operations(at: Places) -> Reported:
+    """POSTs operations to the admin port without its token, in `count` requests; some of them end in their body."""
+    begin()
+    held, slowest, failed, codes = [], 0.0, 0, Counter[str]()
+    for batch in paced(at):
+        for one in batch:
+            path, body, kind, token = POSTS[one % len(POSTS)]
+            made = http.client.HTTPConnection("127.0.0.1", at.admin, timeout=5)
+            headers = {"Content-Type": kind, "Origin": "http://evil.example"} | (
+                {"Authorization": token} if token else {}
+            )
+            try:
+                if one % 7 == 0:
+                    made.connect()
+                    half = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: 60000\r\n\r\n"
+                    made.sock.sendall(half.encode() + body[:10])
+                    held.append(made)
+                    continue
+                made.request("POST", path, body, headers)
+                codes[str(made.getresponse().status)] += 1
+            except (OSError, http.client.HTTPException):
+                codes["cut"] += 1
+            made.close()
+        began = time.monotonic()
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{at.admin}/healthz", timeout=10) as answer:
+                answer.read()
+        except OSError:
+            failed += 1
+        slowest = max(slowest, time.monotonic() - began)
+    return {"held": len(held), "slowest_s": slowest, "failed": failed, "codes": dict(codes)}
+
+
+@attacker
+def control(at: Places) -> Reported:
+    """Other programs of the gateway's user hold `count` connections to its control socket: silent ones, half a line, a
+    line of a megabyte. Meanwhile it is asked what is paused."""
+    os.chdir(at.data)  # the kernel limits the length of the path
+    begin()
+    held, slowest, failed, rounds = [], 0.0, 0, round(at.seconds * 5)
+    for number in range(rounds):
+        for one in range(at.count * number // rounds, at.count * (number + 1) // rounds):
+            made = socket.socket(socket.AF_UNIX)
+            with contextlib.suppress(OSError):
+                made.settimeout(1)
+                made.connect("control.sock")
+                made.sendall((b"", b'{"do": "paus', b"x" * MIB, b"[" * 60_000 + b"\n")[one % 4])
+            held.append(made)
+        began = time.monotonic()
+        try:
+            with socket.socket(socket.AF_UNIX) as line:
+                line.settimeout(10)
+                line.connect("control.sock")
+                line.sendall(b'{"do": "paused"}\n')
+                failed += line.recv(100) != b'{"paused": []}\n'
         except OSError:
             failed += 1
         slowest = max(slowest, time.monotonic() - began)

@@ -40,6 +40,7 @@ class Places:
     seconds: float = 5.0
     bytes: int = 0
     kind: str = ""
+    data: str = ""  # its data_dir, for attackers on the same machine
 
     @property
     def history(self) -> Uri:

@@ -195,6 +195,7 @@ class Stage:
             "http": self.http_port,
             "publish": self.publish_port,
             "hostile": self.hostile_port,
+            "data": str(self.data_dir),
         }
 
     def hang(self, name: str, *, hung: bool) -> None:
