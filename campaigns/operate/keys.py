@@ -14,9 +14,9 @@ AWAY: Final = ("its network is away", "no connection", "not open yet", "can't be
 STEADY_S: Final = 2.5  # a gateway suspects another one of its name behind several shorter connections
 
 
-def _reconnect(stage: Stage) -> float:
+def _reconnect(stage: Stage, steady_s: float = STEADY_S) -> float:
     """The broker starts anew, so that everybody logs in again; its sessions are on its disk. Returns when that was."""
-    time.sleep(STEADY_S)
+    time.sleep(steady_s)
     stage.fleet.broker.stop()
     began = time.monotonic()
     stage.fleet.broker.start()
@@ -91,3 +91,16 @@ def wrong_rule(stage: Stage) -> None:
     stage.flowing(lambda flow: not flow.startswith("up://ecu1.vin1/"))
     broker.change_access(access_file())
     stage.ended("held", lambda: site.gateway.held() > 0)
+
+
+@step("a wrong access rule, and a restart")
+def wrong_rule_and_restart(stage: Stage) -> None:
+    """The rule is right again just before the broker restarts: what was under way then failed for two reasons."""
+    site, broker = stage.vin1, stage.fleet.broker
+    for _ in range(3):
+        broker.change_access(access_file((("vin1", "ecu1.vin1/backend"),)))
+        stage.reported("held", lambda: site.gateway.held() > 0)
+        broker.change_access(access_file())
+        _reconnect(stage, steady_s=0.0)
+        stage.calm()
+        stage.ended("held", lambda: site.gateway.held() > 0)
