@@ -22,6 +22,7 @@ from campaigns.operate.stage import Row, Stage
 
 SAMPLE_S: Final = 10.0
 OPERATE_S: Final = 180.0
+WARM_UP_S_MIN: Final = 600.0  # the newest records in memory reach their limit within five minutes
 WARM_UP_SHARE: Final = 0.25  # caches, logs up to their limit, the allocator's arenas
 POINTS_MAX: Final = 200  # of one fit; more are thinned out
 # growth over the time after the warm-up, by the fit
@@ -43,7 +44,7 @@ class Series:
 
     def growth(self) -> float:
         """After the warm-up, by a fit that single peaks do not change."""
-        begin = self.at[-1] * WARM_UP_SHARE if self.at else 0.0
+        begin = max(WARM_UP_S_MIN, self.at[-1] * WARM_UP_SHARE) if self.at else 0.0
         points = [(at, value) for at, value in zip(self.at, self.values, strict=True) if at >= begin]
         return slope(points) * (points[-1][0] - points[0][0]) if len(points) > 1 else 0.0
 
@@ -136,6 +137,8 @@ def _rows(fleet: Fleet, patience: float) -> Iterator[Row]:
 
 def soak(fleet: Fleet, hours: float, out: Path, patience: float, say: Callable[[str], None]) -> int:
     """Returns the exit code."""
+    if hours * 3600 < 2 * WARM_UP_S_MIN:
+        say(f"in less than {2 * WARM_UP_S_MIN / 60:.0f} minutes growth is not judged: that is the warm-up")
     series = {name: {key: Series() for key in (*LIMITS, "log_share")} for name in fleet.sites}
     began, rows, operations = time.monotonic(), list[Row](), _rows(fleet, patience)
     operate_at = began + OPERATE_S
@@ -152,8 +155,9 @@ def soak(fleet: Fleet, hours: float, out: Path, patience: float, say: Callable[[
             for trouble in (*row.problems, *(() if row.good else turn.examples)):
                 say(f"    {trouble}")
         time.sleep(max(0.0, SAMPLE_S - (time.monotonic() - now)))
+    rows.append(next(operations))  # judges the rest
     grown = judge(series)
-    for line in grown:
+    for line in (*grown, *rows[-1].problems):
         say(line)
     out.mkdir(parents=True, exist_ok=True)
     result = _result(series, rows, grown, hours)
