@@ -444,12 +444,12 @@ class Plan:
     async def _endpoint_removed(self) -> None:
         """A network is not configured for a while."""
         before = self._v.config
-        gone = "mcu" if self._dice.random() < 0.5 else before["endpoint"][2]["name"]
+        removed = "mcu" if self._dice.random() < 0.5 else before["endpoint"][2]["name"]
         config = copy.deepcopy(before)
-        config["endpoint"] = [one for one in config["endpoint"] if one["name"] != gone]
-        config["follow"] = [one for one in config.get("follow", ()) if one["endpoint"] != gone]
+        config["endpoint"] = [one for one in config["endpoint"] if one["name"] != removed]
+        config["follow"] = [one for one in config.get("follow", ()) if one["endpoint"] != removed]
         if "rule" in config:
-            config["rule"] = [one for one in config["rule"] if gone not in (one["from"], one["to"])]
+            config["rule"] = [one for one in config["rule"] if removed not in (one["from"], one["to"])]
         await self._take(self._v, config, 1.0)
         await self._some(4.0)
         if self._dice.random() < 0.3:

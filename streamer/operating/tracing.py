@@ -201,7 +201,7 @@ class SpanExporter:
             for time_ns, name, attributes in one.events:
                 _put(span.events.add(time_unix_nano=time_ns, name=name).attributes, attributes)
             if one.error:
-                span.status.code, span.status.message = 2, one.error  # STATUS_CODE_ERROR
+                span.status.code, span.status.message = span.status.STATUS_CODE_ERROR, one.error
         data: bytes = request.SerializeToString()
         return data
 

@@ -91,8 +91,10 @@ async def test_an_mqtt_network_that_is_opened_again_under_load_loses_and_doubles
         await speed.until(lambda: len(speed.messages) > 20, "messages")
         await order.until(lambda: len(order.messages) > 20, "messages")
         for number in range(RELOADS):
-            (told,) = await reload(gateway, **replace(f"keep_alive_s = {10 + number}", f"keep_alive_s = {11 + number}"))
-            assert told == f"~ endpoint cloud: settings.keep_alive_s {10 + number} -> {11 + number}"
+            (shown,) = await reload(
+                gateway, **replace(f"keep_alive_s = {10 + number}", f"keep_alive_s = {11 + number}")
+            )
+            assert shown == f"~ endpoint cloud: settings.keep_alive_s {10 + number} -> {11 + number}"
         await gateway.until_ready()
     await came(speed, sent)
     await came(order, ordered)
@@ -117,11 +119,11 @@ async def test_what_waits_goes_to_the_broker_of_the_changed_file(
         count = len(sent)
         while len(sent) < count + 100:  # noqa: ASYNC110 - another task sends
             await asyncio.sleep(0.01)
-        (told,) = await reload(
+        (shown,) = await reload(
             gateway,
             **replace(f"port = {first.port}", f'port = {second.port}, username = "gateway", password = "wrong"'),
         )
-        assert "settings.password has changed" in told
+        assert "settings.password has changed" in shown
         await gateway.until_problems(lambda problems: [one for one in problems if "authori" in one.lower()])
         await reload(gateway, **replace('"wrong"', '"g"'))
         await gateway.until_ready()
@@ -143,8 +145,8 @@ async def test_zenoh_and_dds_are_opened_again_and_the_others_go_on(make_gateway:
         for number in range(3):
             old, new = f'tag = "{gateway.dds_tag}"', f'tag = "{gateway.dds_tag}", lease_ms = {5_000 + number}'
             text = gateway.config.read_text()
-            (told,) = await reload(gateway, **replace(old, new))
-            assert told.startswith("~ endpoint mcu: settings.lease_ms")
+            (shown,) = await reload(gateway, **replace(old, new))
+            assert shown.startswith("~ endpoint mcu: settings.lease_ms")
             gateway.config.write_text(text)
             await at_mcu.until(lambda: at_mcu.unique[-1] == sent[-1], "the newest")
         await came(at_cloud, sent[:-1])

@@ -161,7 +161,7 @@ async def test_a_port_that_was_taken_meanwhile_is_given_up_by_the_next_reload(
 # Bad files
 
 
-def _gone(file: Path) -> None:
+def _missing(file: Path) -> None:
     file.unlink()
 
 
@@ -175,7 +175,7 @@ def _huge(file: Path) -> None:
 
 
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
-    "gone": (_gone, "can't read .*: No such file"),
+    "missing": (_missing, "can't read .*: No such file"),
     "a folder": (_a_folder, "can't read .*: Is a directory"),
     "huge": (_huge, "has more than 16000000 characters"),
     "not text": (lambda file: file.write_bytes(b"\xff\xfe\x00"), "is not UTF-8"),
@@ -394,8 +394,8 @@ async def test_a_key_takes_effect_or_needs_a_restart(
             key
         )
         value = value or (tmp_path / "elsewhere" if key == "data_dir" else None)
-        told = await reload(world, changed(config, **{name: table(getattr(config, name), {key: value})}))
-        assert told == [f"! {name}.{key} needs a restart"]
+        shown = await reload(world, changed(config, **{name: table(getattr(config, name), {key: value})}))
+        assert shown == [f"! {name}.{key} needs a restart"]
         return
     value, is_in_force = effect
     if value == "":
