@@ -16,11 +16,11 @@ from tools import house
 
 TREE = Path(__file__).parents[1]
 
-LINES_MAX: Final = 70_000  # of the product; raise it only together with a capability
+LINES_MAX: Final = 69_800  # of the product; raise it only together with a capability
 WALKS_MAX: Final = {  # walk -> functions, files
     "publish": (100, 24),
     "subscribe": (280, 50),
-    "poll": (120, 26),
+    "poll": (122, 26),
     "followed": (165, 38),
     "epoch": (145, 25),
     "micro-batch": (200, 30),
