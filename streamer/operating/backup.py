@@ -167,6 +167,8 @@ def back_up(
     """
     if not (data_dir / LOG).exists():
         raise invalid(f"there is no log at {data_dir / LOG}: is {data_dir} the data_dir of a streamer that has run?")
+    if directory.parent.resolve() == data_dir.resolve() and _is_reserved(directory.name):
+        raise UStatusError(UCode.FAILED_PRECONDITION, f"{directory} has a name of our own files: choose another one")
     began, started = _now(), time.monotonic()
     with _errors("the backup", directory), _new_folder(directory, disk):
 
@@ -192,6 +194,11 @@ def back_up(
         (directory / f"{MANIFEST}.new").rename(directory / MANIFEST)
         disk.sync(directory)
     return made.summary(directory, time.monotonic() - started)
+
+
+def _is_reserved(name: str) -> bool:
+    """Returns True for a name in data_dir that a restore, or the next backup, would take for one of ours."""
+    return name in (COPYING, READY) or name.endswith(".json")
 
 
 def _manifest(directory: Path, authority: str, began: str, copied: Copied, pace: CopyPace) -> Manifest:

@@ -473,6 +473,9 @@ async def test_one_backup_at_a_time_and_only_to_an_absolute_path(make_world: Mak
     for directory in ("backup", f"{tmp_path}/\0", f"{tmp_path}/\ud800"):
         with pytest.raises(UStatusError, match="absolute path"):
             await ask("backup", {"directory": directory})
+    for name in ("restored", "restoring", "notes.json"):
+        with pytest.raises(UStatusError, match="a name of our own files"):
+            await ask("backup", {"directory": str(world.config.streamer.data_dir / name)})
     (tmp_path / "file").write_text("content")
     with pytest.raises(UStatusError, match="choose a new folder"):
         await ask("backup", {"directory": str(tmp_path / "file")})
