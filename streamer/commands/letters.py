@@ -50,11 +50,14 @@ class Selected:
     everything: Annotated[bool, typer.Option("--all", help="... or all.")] = False
 
     def arguments(self, numbers: list[int] | None, **times: int | None) -> dict[str, Any]:
-        """Returns the arguments of an operation. Raises INVALID_ARGUMENT."""
+        """Returns the arguments of an operation. Raises Misuse."""
         given = {"numbers": numbers or None, "code": self.code, "endpoint": self.endpoint, **times}
         found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         found |= {"all": True} if self.everything else {}
-        LetterFilter.of(Arguments(found))
+        try:
+            LetterFilter.of(Arguments(found))
+        except UStatusError as error:
+            raise Misuse(error.message) from None
         return found
 
 

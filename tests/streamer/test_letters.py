@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from storage import logs
-from streamer.commands import cli, letters
+from streamer.commands import cli, letters, terminal
 from streamer.letters import dead_letter, resending
 from streamer.letters.dead_letter import LetterStore, Stored
 from streamer.operating import metrics
@@ -507,6 +507,8 @@ async def test_the_commands_work_while_it_runs_and_while_it_is_stopped(
         _, lines = await command(world, "show", "9")
         assert {"code: PERMISSION_DENIED", "payload: 1", "type: publish"} <= set(lines)
         assert (await command(world, "show", "8"))[0] == 1
+        for wrong in (["resend"], ["purge", "--code", "NOPE"], ["purge", "9", "--all"]):
+            assert (await command(world, *wrong))[0] == terminal.EXIT_USAGE, wrong
     code, lines = await command(world, "purge", "--all")
     assert (code, "in use by process" in lines[-1]) == (1, True), "it runs, and has no socket"
     await world.stop()
