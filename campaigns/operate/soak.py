@@ -74,6 +74,8 @@ def sample(site: Site) -> dict[str, float]:
     """The figures of a gateway now. Raises OSError if it does not run."""
     process = Path(f"/proc/{site.gateway.pid}")
     status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+    if "VmRSS" not in status:  # of a process that has ended, and was not waited for
+        raise ProcessLookupError(f"{site.gateway.name} has ended")
     metrics = site.gateway.metrics()
     log = {key: value for key, value in metrics.items() if "durable" in key}
     size, limit = (_of(log, name) for name in ("log_disk_bytes", "log_disk_limit_bytes"))
