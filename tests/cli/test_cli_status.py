@@ -174,16 +174,19 @@ def test_in_a_narrow_terminal_a_status_has_cards(file: Path, running: subprocess
 @pytest.mark.slow
 def test_what_is_watched_in_a_narrow_terminal_is_folded_and_not_cut(file: Path, running: subprocess.Popen[str]) -> None:
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 30, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 200, 30, 0, 0))
     command = [sys.executable, "-m", "streamer.commands.cli", "status", "--watch", "--config", str(file)]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=without_columns()) as process:
         os.close(theirs)
         shown = b""
-        while b"since the start" not in shown:  # the last line of the first look
-            shown += os.read(ours, 65_536)
-        process.send_signal(signal.SIGINT)
-        _read(ours)
-        assert process.wait(20) == 0
+        try:
+            while b"since the start" not in shown:  # the last line of the first look
+                shown += os.read(ours, 65_536)
+            process.send_signal(signal.SIGINT)
+            _read(ours)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()  # it may wait for a terminal that nobody reads
     assert b"0 stored, 0 \r\nsince the start" in shown
     assert running.poll() is None
 
