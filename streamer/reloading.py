@@ -23,7 +23,7 @@ from storage import logs
 from streamer import parts
 from streamer.assembly import Attached
 from streamer.attaching import ChangeableAssembly, end
-from streamer.config import AdminSection, Config, EndpointSection, FollowSection, patterns
+from streamer.config import AdminSection, Config, EndpointSection, FollowSection, StreamerSection, patterns
 from streamer.config.changes import Difference, appliable, differences
 from streamer.edge.edge import check_extra
 from streamer.egress import renaming
@@ -211,7 +211,7 @@ class Reloader:
         for name in refollowed:
             follows = [parts.follow_of(one, streamer.endpoints) for one in config.follow if one.endpoint == name]
             streamer.follows.add_endpoint(streamer.endpoints[name], follows)
-        sources = self._take_over(plan)
+        sources = self._take_over(old.streamer, plan)
         streamer.claims.find_unclaimed()
         streamer.rules.replace(map(parts.rule_of, config.rules))
 
@@ -250,10 +250,10 @@ class Reloader:
         before, after = there(old), there(new)
         return {name for name in before.keys() & after.keys() if before[name] != after[name]}
 
-    def _take_over(self, plan: ReloadPlan) -> list[AskedSource]:
+    def _take_over(self, before: StreamerSection, plan: ReloadPlan) -> list[AskedSource]:
         """Has the parts that all endpoints share do what the configuration says. Returns recovery sources to close."""
         streamer, config = self._streamer, plan.config
-        if plan.has("streamer"):
+        if (before.log_level, before.log_format) != (config.streamer.log_level, config.streamer.log_format):
             logs.configure(config.streamer.log_level, config.streamer.log_format)
             streamer.log_level.keep()
         if plan.has("tracing"):

@@ -23,5 +23,6 @@ from streamer.config.sections import EndpointSection as EndpointSection
 from streamer.config.sections import FollowSection as FollowSection
 from streamer.config.sections import Location as Location
 from streamer.config.sections import RuleSection as RuleSection
+from streamer.config.sections import StreamerSection as StreamerSection
 from streamer.config.sections import TracingSection as TracingSection
 from streamer.config.sections import patterns as patterns

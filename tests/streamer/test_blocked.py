@@ -63,6 +63,7 @@ class Network:
 
 class Everything:
     version = (0, 0, 0)
+    endpoints = Endpoints([])
 
     def __init__(self, peer: Endpoint) -> None:
         self._decision = Decision((Leg(peer, (Target("cloud", 0, None),)),))

@@ -331,6 +331,10 @@ SECTIONS: dict[str, dict[str, Effect | str]] = {
         "message_bytes_max": RESTART,
         "authority_messages_per_s": (7, lambda one: one.ledger._units_per_s == 7),
     },
+    "tracing": {
+        "otlp": ("http://127.0.0.1:9", lambda one: one.config.tracing.otlp == "http://127.0.0.1:9"),  # test_tracing.py
+        **dict.fromkeys(("share", "service_name", "headers_file", "ca_file"), ("", None)),  # they need `otlp`
+    },
     "dispatch": {"control": ([DOOR], lambda one: one.control._allowed == [uris.parse(DOOR)])},
 }
 # the HTTP edge is made again of its sections; these need files, or another section
@@ -399,12 +403,12 @@ async def test_a_key_takes_effect_or_needs_a_restart(
         return
     value, is_in_force = effect
     if value == "":
-        return  # files of the admin port: test_admin.py changes them
+        return  # needs another key of its section: test_admin.py, test_tracing.py
     assert not is_in_force(world.streamer)
     (line,) = await reload(world, changed(config, **{name: table(getattr(config, name), {key: value})}))
     assert line.startswith(f"~ {name}.{key}: ")
     await world.until(lambda: is_in_force(world.streamer))
-    assert bool(configured) == (name == "streamer")
+    assert bool(configured) == key.startswith("log_")
 
 
 async def test_losses_are_acknowledged_after_the_time_that_is_configured_now(
