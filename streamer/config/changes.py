@@ -139,7 +139,9 @@ def _found(old: Config, new: Config) -> Iterator[Difference]:
                 yield Difference("-", section, name, f"{section} {name}")
         for name, one in theirs.items():
             if name not in ours:
-                yield Difference("+", section, name, f"{section} {name}")
+                was = one.renamed_from if section == "endpoint" else None
+                detail = f"renamed from {was}, whose backlog it gets" if was in ours else ""
+                yield Difference("+", section, name, f"{section} {name}", detail)
             elif one != ours[name]:
                 detail = ", ".join(f"{key} {what}" for key, what in _keys(ours[name], one))
                 yield Difference("~", section, name, f"{section} {name}", detail)

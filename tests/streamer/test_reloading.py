@@ -209,7 +209,7 @@ async def test_a_renamed_endpoint_gets_what_waits_in_order(make_world: MakeWorld
     if running:
         assert await reload(world, new) == [
             "- endpoint cloud",
-            "+ endpoint backend",
+            "+ endpoint backend: renamed from cloud, whose backlog it gets",
             "- rule vehicle -> cloud",
             "- rule cloud -> vehicle",
             "+ rule vehicle -> backend",
