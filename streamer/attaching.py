@@ -257,7 +257,7 @@ class ChangeableAssembly(ReportingAssembly):
         for source in made:
             await source.load()
             if before is not None and source.name in before:
-                source.replace(list(before[source.name].subscriptions()))  # also those that are not on disk yet
+                source.continue_from(before[source.name])
             await self.interest.add_source(source)
             task = self.start_task(source.start(), f"learn the interest {section.name}")
             self.attached[section.name].asking[source.name] = task

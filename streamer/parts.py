@@ -247,7 +247,7 @@ def remote_sources_of(
     endpoints: Endpoints,
     runtime: Runtime,
     wanted: Callable[[str], bool] = lambda authority: True,
-) -> list[InterestSource]:
+) -> list[ServiceInterest]:
     """Returns the uSubscription services on the network of an endpoint, of the authorities that are `wanted`."""
     endpoint = endpoints[section.name]
     return [

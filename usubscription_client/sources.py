@@ -170,12 +170,20 @@ class ServiceInterest(InterestSource):
         self._task: asyncio.Task[None] | None = None
         self._is_loaded = False
         self._first_answer = asyncio.Event()  # or the first failure
-        self.transport = transport
+        self.transport, self._could_list = transport, True
         transport.on_connection(self._connection_changed)
 
     @property
     def can_list(self) -> bool:  # type: ignore[override]
-        return self._client.version != 3
+        version = self._client.version
+        return self._could_list if version is None else version != 3
+
+    def continue_from(self, before: InterestSource) -> None:
+        """Serve what a source of the same service at another endpoint has said, until this one answers: its
+        subscriptions, also those that are not on disk yet, and whether it can list, on which depends what is listened
+        to."""
+        self._could_list = before.can_list
+        self.replace(list(before.subscriptions()))
 
     async def load(self) -> None:
         """Read the interest that was saved before the restart; it is used until the service answers."""

@@ -492,3 +492,16 @@ async def test_a_topic_that_found_no_room_among_those_to_be_asked_is_looked_at_a
     await changed.until(lambda: sum(map(source.decided, topics)) >= 3)
     await source.stop()
     await old.close()
+
+
+async def test_a_source_that_has_moved_lists_what_the_one_before_could_until_it_knows(world: Any) -> None:
+    """Else the streamer would listen only to known topics of a service that has to be asked about each."""
+    await world.service()
+    before, after = [ServiceInterest(await world.transport("dev1", 0x99 + one), LOCAL, "dev1") for one in range(2)]
+    before.put(Subscription(TOPIC, uris.parse("//dev1/99/1/0"), Status.SUBSCRIBED))
+    before._client.version = 3
+    after.continue_from(before)
+    assert not after.can_list
+    assert after.wants(TOPIC) == before.wants(TOPIC) != {}
+    after._client.version = 4
+    assert after.can_list
