@@ -283,7 +283,7 @@ class Assembly:
             keeper=keeper,
             followed=self.follows.services,
         )
-        self.rules.on_change.append(self.history.followers.sights_changed)
+        self.rules.on_change += [self.history.followers.sights_changed, self.follows.rules_changed]
         self.edge = HttpEdge(config, self._edge_handlers)
 
     def _edge_handlers(self, callers: Callers | None, places: Places) -> Handlers:

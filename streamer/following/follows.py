@@ -275,6 +275,11 @@ class Follows(Intake, UListener):
 
     # -- interest
 
+    def rules_changed(self) -> None:
+        """Follow what the rules, or the topics that are recorded, ask for from now on, and nothing else."""
+        if self._is_running:
+            self._interest_changed(None)
+
     def _interest_changed(self, topics: Topics) -> None:
         wants_all = not (self._interest.complete and self._interest.can_list)
         if topics is None:

@@ -861,3 +861,26 @@ async def test_what_is_recorded_here_is_followed_though_nobody_wants_it(pair: Pa
     log = pair.hub.streamer.logs.durable
     there = {log.stream(stream).source.resource_id for chunk in await log.read(0) for stream in chunk.streams}
     assert there == {0x8001, 0x8003, 0x8004}
+
+
+async def test_a_publisher_is_followed_once_a_rule_lets_its_messages_go_on(
+    make_world: MakeWorld, tmp_path: Path
+) -> None:
+    """The rules say what is wanted elsewhere; a reload changes them while the gateway runs."""
+    subscribed = {uris.format(SPEED).removeprefix("up:"): ["//cloud/9001/1/0"]}
+    only_in = '[[rule]]\nfrom = "cloud"\nto = "vehicle"\n'
+    world: World = await make_world({"vehicle": "", "cloud": "none"}, subscribed, more=only_in)
+    streamer, config = world.streamer, world.config
+    heard = await world.hear(await world.node("cloud", "cloud", 0x9001), uris.pattern("vehicle1"))
+    node = await world.node("vehicle", "vehicle1", 0x8001)
+    async with HistoryPublisher(node, node.local, tmp_path / "own.db", announce_s=3_600) as publisher:
+        await world.until(lambda: publisher.counts["announced"])
+        await world.taken("vehicle")
+        assert not list(streamer.follows)
+        streamer.reloader.read = lambda: config.model_copy(update={"rule": []})
+        await streamer.reloader.reload()
+        await world.until(lambda: [one for one in streamer.follows if one.connected])
+        for number in range(20):
+            await publisher.publish(0x8001, text(str(number)))
+        await heard.expect(20)
+    assert heard.texts == [str(number) for number in range(20)]
