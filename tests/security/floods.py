@@ -190,7 +190,7 @@ def admin(at: Places) -> Reported:
 
 POSTS: Final = (
     ("/operations/pause", b'{"endpoint": "cloud"}', "application/json", ""),
-    ("/operations/backup", b'{"directory": "/tmp/stolen"}', "application/json", "Bearer x"),
+    ("/operations/backup", b'{"directory": "/stolen"}', "application/json", "Bearer x"),
     ("/operations/reload", b"{}", "application/json", "Bearer " + "x" * 6_000),
     ("/operations/subscriptions", b'{"topic": "' + b"*/" * 30_000 + b'"}', "application/json", "Bearer "),
     ("/operations/messages", b"[" * 60_000, "application/json", "Basic eDp5"),
