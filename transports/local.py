@@ -28,7 +28,15 @@ from transports.plugin import TransportPlugin
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError, is_nobody_listening, nobody_listens
-from uprotocol.transport import Capability, HeardCallback, LocalUriProvider, ProbeRequest, ProbeResult, ProbeVerdict
+from uprotocol.transport import (
+    Capability,
+    HeardCallback,
+    LocalUriProvider,
+    LossCallback,
+    ProbeRequest,
+    ProbeResult,
+    ProbeVerdict,
+)
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -163,7 +171,7 @@ class LocalNetwork:
 
     def _is_unheard(self, sender: LocalTransport, message: UMessage, absent: set[str]) -> bool:
         attributes = message.attributes
-        if attributes.type != attrs.PUBLISH:
+        if attributes.type not in (attrs.PUBLISH, attrs.REQUEST):
             return False
         address = sender.address_of(attributes.source, attributes.sink if attributes.HasField("sink") else None)
         if address not in absent and self.is_heard(sender, message, address):
@@ -242,6 +250,7 @@ class LocalTransport(TransportBase):
         )
         self._for_pull = Kept()
         self._on_heard: list[HeardCallback] = []
+        self._on_loss: list[LossCallback] = []
         self.was_unheard = False  # answered `nobody_listens`, and not yet notified that somebody listens
         # callbacks run in the owner's context, not in that of the caller that breaks the network
         self._context = contextvars.copy_context()
@@ -328,6 +337,13 @@ class LocalTransport(TransportBase):
 
     def on_heard(self, callback: HeardCallback) -> None:
         self._on_heard.append(callback)
+
+    def on_loss(self, callback: LossCallback) -> None:
+        self._on_loss.append(callback)
+
+    def report_loss(self, what: str, messages: int) -> None:
+        """The network has lost so many messages, as a network with faults does."""
+        self._context.copy().run(tell, self._on_loss, what, messages)
 
     def somebody_listens(self) -> None:
         """Notify that somebody may listen where nobody did before."""

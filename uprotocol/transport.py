@@ -174,14 +174,15 @@ class UTransport(abc.ABC):
     refused: dict[str, int] | None = None
     """Set by the owner: source authorities (by their names in the network) whose messages are discarded for now, with
     a count for each. A transport that knows the authority without parsing the message counts the message here and
-    acknowledges it; another one leaves that to its listeners. Requests are delivered all the same, so that their
-    callers get an error."""
+    drops it; another one leaves that to its listeners. Requests are delivered all the same, so that their callers get
+    an error, and so is what the network has acknowledged to its sender."""
 
     tells_absence: bool = False
     """Set by the owner, at any time. If True, a transport with Capability.ABSENCE answers `status.nobody_listens` for a
-    publish if the network knows that nobody listens at its address: nobody received it, and the owner sends it again
-    later. The following messages of the same call with the same address get the same answer. If False, it answers OK,
-    as without the capability. As long as the network does not know, somebody is assumed to listen."""
+    publish or request if the network knows that nobody listens at its address: nobody received it, and the owner sends
+    it again later (a request for a moment only). The following messages of the same call with the same address get the
+    same answer. If False, it answers OK, as without the capability. As long as the network does not know, somebody is
+    assumed to listen."""
 
     def address_of(self, source: UUri, sink: UUri | None) -> str:
         """The name by which the network routes a message with these addresses (MQTT: the topic). Access rules and
@@ -253,6 +254,11 @@ class UTransport(abc.ABC):
         The folder of `file` exists. Without this call only losses within one process are reported. A transport that has
         nothing to store creates no file.
         """
+
+    @property
+    def resumed_session(self) -> bool:
+        """The first connection of this object has found a session in the network that an earlier process had left."""
+        return False
 
     def all_registered(self) -> None:
         """The owner calls this when it has registered all listeners of an earlier process that it still wants. From

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from cyclonedds.domain import DomainParticipant
 from cyclonedds.idl import IdlStruct
 from cyclonedds.idl.types import sequence, uint8
 from cyclonedds.pub import DataWriter, Publisher
@@ -28,7 +29,7 @@ from tests.tiers import dds_domain
 from transports import plugin
 from transports.conformance import Sink, TransportConformance
 from transports.dds import DdsTransport, mapping
-from transports.dds.config import DdsConfig
+from transports.dds.config import HEARTBEAT_US, DdsConfig
 from transports.dds.link import Frame, Participant, delete, reliable
 from transports.dds.readers import NAMES_MAX
 from transports.dds.writers import Batch, WriterRoute, Writers
@@ -467,6 +468,17 @@ async def test_writers_give_way_to_others_and_lose_nothing(tag: str) -> None:
         assert "writers=4," in repr(alpha)
 
 
+async def test_a_writer_that_has_just_written_gives_way_when_that_is_acknowledged(tag: str) -> None:
+    """The writers of one batch are made one after the other, without a look for acknowledgements in between."""
+    async with end(tag, "alpha", writers_max=1) as alpha, end(tag, "beta") as beta:
+        heard = Sink(DEADLINE_S)
+        await beta.register_listener(uris.pattern("alpha"), heard)
+        topics = [uris.uri("alpha", 0x10AB, 3, 0x8000 + number) for number in range(8)]
+        await deliver(alpha, [message for topic in topics for message in numbered(0, 1, topic)])
+        await heard.expect(8)
+        assert "writers=1," in repr(alpha)
+
+
 async def test_listeners_that_come_together_share_a_reader_and_get_their_own(tag: str) -> None:
     """DDS matches each new writer with each reader: with one reader for each topic, 2,000 topics took seconds."""
     topics = [uris.uri("alpha", 0x10AB, 3, 0x8000 + number) for number in range(600)]
@@ -651,7 +663,7 @@ def test_our_octets_are_those_of_the_generated_type(attributes: bytes, payload: 
 
 
 def test_the_configuration_of_cyclone() -> None:
-    assert DdsConfig().configuration() is None
+    assert "<HeartbeatInterval" in str(DdsConfig().configuration())
     config = DdsConfig(
         interface="lo",
         multicast=False,
@@ -669,7 +681,33 @@ def test_the_configuration_of_cyclone() -> None:
     assert "<Tag>&lt;t&gt;</Tag>" in xml
     assert "<LeaseDuration>1500 ms</LeaseDuration>" in xml
     assert config.identity() != DdsConfig(interface="lo", multicast=False, peers=["10.0.0.1", "localhost"]).identity()
-    assert DdsConfig(cyclone_xml="<CycloneDDS/>").configuration() == "<CycloneDDS/>"
+
+
+def test_a_foreign_configuration_overrides_our_interval_of_heartbeats(tag: str, tmp_path: Path) -> None:
+    traced = {}
+    for name, wanted in {"none": "", "own": "<HeartbeatInterval>7 ms</HeartbeatInterval>"}.items():
+        file = tmp_path / name
+        xml = (
+            f"<CycloneDDS><Domain><Discovery><Tag>{tag}</Tag></Discovery><Internal>{wanted}</Internal>"
+            f"<Tracing><Verbosity>config</Verbosity><OutputFile>{file}</OutputFile></Tracing></Domain></CycloneDDS>"
+        )
+        Participant(DdsConfig(domain_id=DOMAIN, cyclone_xml=xml)).close()
+        traced[name] = file.read_text()
+    assert f"HeartbeatInterval/#text: {HEARTBEAT_US} us" in traced["none"]
+    assert "HeartbeatInterval/#text: 7 ms" in traced["own"]
+
+
+async def test_without_options_a_domain_that_the_application_has_joined_is_used_as_it_is(tag: str) -> None:
+    foreign = DomainParticipant(DOMAIN)
+    try:
+        async with DdsTransport(DdsConfig(domain_id=DOMAIN), LocalUriProvider("alpha", 1, 1)) as alpha:
+            assert alpha.connected
+        with pytest.raises(UStatusError, match="PRECONDITION_NOT_MET"):
+            await end(tag, "alpha").open()
+    finally:
+        delete(foreign)
+    async with end(tag, "alpha"):  # nothing is left of the domain of the application
+        pass
 
 
 @pytest.mark.parametrize(

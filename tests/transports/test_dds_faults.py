@@ -35,6 +35,7 @@ from transports.dds.link import Participant, binding, delete
 from transports.dds.roll_call import RollCall
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import is_nobody_listening
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 from uprotocol.v1.ucode_pb2 import UCode
@@ -108,6 +109,10 @@ class Listening:
     def go_on(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
+    async def kill(self) -> None:
+        self._process.kill()
+        await self._process.wait()
+
     async def report(self) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -127,6 +132,8 @@ class Listening:
         return report
 
     async def close(self) -> None:
+        if self._process.returncode is not None:
+            return
         self.go_on()
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -159,14 +166,54 @@ async def send(transport: DdsTransport, messages: list[UMessage]) -> list[int]:
     return [status.code for status in await transport.send_batch(messages)]
 
 
-async def test_what_a_pause_beyond_the_lease_lost_is_counted(tag: str, start: Start) -> None:
+async def test_what_a_receiver_had_not_acknowledged_when_its_lease_ended_is_sent_again(tag: str, start: Start) -> None:
+    async with end(tag, "alpha", lease_ms=1_000, send_timeout_ms=60_000) as alpha:
+        beta = await start("beta", STUCK, lease_ms=1_000)
+        assert await send(alpha, numbered(STUCK, range(10))) == [UCode.OK] * 10
+        await beta.until_seen(9)
+        beta.stop()
+        unacknowledged = numbered(STUCK, range(10, 50))
+        statuses = await alpha.send_batch(unacknowledged)  # answered when its lease ends
+        assert [status.code for status in statuses] == [UCode.UNAVAILABLE] * 40
+        assert all("a receiver has left before" in status.message for status in statuses)
+        alpha.tells_absence = True
+        assert all(is_nobody_listening(status) for status in await alpha.send_batch(unacknowledged))
+        beta.go_on()
+        await eventually(lambda: roll_call(alpha).returned == 1, "its return")
+
+        async def taken() -> bool:
+            return await send(alpha, unacknowledged) == [UCode.OK] * 40
+
+        await eventually(taken, "the acknowledgement of the other process")
+        report = await beta.until_seen(49)
+        assert sorted(set(report["seen"])) == list(range(50))
+        assert alpha.left_unacknowledged == 1
+        (note,) = alpha.notes
+        assert note.startswith("1 time(s) a DDS receiver left before it had acknowledged")
+
+
+async def test_a_reader_that_leaves_has_acknowledged_on_none_of_its_topics(tag: str, start: Start) -> None:
+    """Cyclone counts all as acknowledged by a reader that is being removed, milliseconds before it reports that it has
+    left: of 900 messages 81 were answered OK."""
+    many = [
+        UMessageBuilder.publish(uris.uri("alpha", 0x10AB, 3, 0x8000 + n)).build_from_upayload(UPayload(b"1", RAW))
+        for n in range(300)
+    ]
+    async with end(tag, "alpha", lease_ms=1_000, send_timeout_ms=60_000) as alpha:
+        beta = await start("beta", EVERY, lease_ms=1_000)
+        assert await send(alpha, many) == [UCode.OK] * len(many)
+        beta.stop()
+        assert await send(alpha, many) == [UCode.UNAVAILABLE] * len(many)
+        assert alpha.left_unacknowledged == len(many)
+
+
+async def test_a_gap_in_the_numbers_of_a_writer_is_counted(tag: str, start: Start) -> None:
+    """Without `tells_absence` what is written while nobody is there is lost, and counted when the reader is back."""
     async with end(tag, "alpha", lease_ms=1_000) as alpha:
         beta = await start("beta", STUCK, lease_ms=1_000)
         assert await send(alpha, numbered(STUCK, range(10))) == [UCode.OK] * 10
         await beta.until_seen(9)
         beta.stop()
-        # they wait for it, until its lease ends
-        assert await send(alpha, numbered(STUCK, range(10, 50))) == [UCode.OK] * 40
         await eventually(lambda: "peers=0" in repr(alpha), "the end of its lease")
         assert await send(alpha, numbered(STUCK, range(50, 100))) == [UCode.OK] * 50  # nobody is there
         beta.go_on()
@@ -184,53 +231,73 @@ async def test_what_a_pause_beyond_the_lease_lost_is_counted(tag: str, start: St
         seen = report["seen"]
         assert seen == sorted(set(seen))
         assert seen[:10] == list(range(10))
-        assert 50 <= report["dropped"]["lost"] == last + 1 - len(seen)
+        assert report["dropped"]["lost"] == last + 1 - 40 - len(seen)
 
 
 async def test_a_pause_within_the_lease_loses_nothing(tag: str, start: Start) -> None:
-    """Longer than the lease in the last test, where all messages were lost."""
-    async with end(tag, "alpha", lease_ms=60_000) as alpha:
+    async with end(tag, "alpha", lease_ms=60_000, send_timeout_ms=60_000) as alpha:
         beta = await start("beta", STUCK, lease_ms=60_000)
         beta.stop()
+        sending = []
         for first in range(0, 150, 10):
-            assert await send(alpha, numbered(STUCK, range(first, first + 10))) == [UCode.OK] * 10
+            sending.append(asyncio.create_task(send(alpha, numbered(STUCK, range(first, first + 10)))))
             await asyncio.sleep(0.1)
+        assert not any(task.done() for task in sending)  # nothing is acknowledged
         beta.go_on()
+        assert await asyncio.gather(*sending) == [[UCode.OK] * 10] * 15
         report = await beta.until_seen(149)
         assert report["seen"] == list(range(150))
         assert report["dropped"] == {}
         assert roll_call(alpha).returned == 0
 
 
+async def test_what_is_acknowledged_after_the_time_out_is_not_sent_twice(tag: str, start: Start) -> None:
+    async with end(tag, "alpha", lease_ms=60_000, send_timeout_ms=200) as alpha:
+        beta = await start("beta", STUCK, lease_ms=60_000)
+        beta.stop()
+        messages = numbered(STUCK, range(100))
+        assert await send(alpha, messages) == [UCode.UNAVAILABLE] * 100
+        beta.go_on()
+        await eventually(lambda: alpha.troubles == [], "the late acknowledgement")
+        assert await send(alpha, [*messages, *numbered(STUCK, range(100, 101))]) == [UCode.OK] * 101
+        assert (await beta.until_seen(100))["seen"] == list(range(101))
+
+
+async def test_what_a_killed_receiver_had_not_acknowledged_goes_to_the_next_one(tag: str, start: Start) -> None:
+    async with end(tag, "alpha", lease_ms=60_000, send_timeout_ms=60_000) as alpha:
+        beta = await start("beta", STUCK, lease_ms=1_000)
+        beta.stop()
+        messages = numbered(STUCK, range(30))
+        sending = asyncio.create_task(send(alpha, messages))
+        await beta.kill()
+        assert await sending == [UCode.UNAVAILABLE] * 30
+        alpha.tells_absence = True
+        gamma = await start("gamma", STUCK, lease_ms=60_000)
+        assert await send(alpha, messages) == [UCode.OK] * 30
+        assert (await gamma.until_seen(29))["seen"] == list(range(30))
+
+
 async def test_a_receiver_that_stops_taking_holds_up_its_own_topic_alone(tag: str, start: Start) -> None:
     async with end(tag, "alpha", send_timeout_ms=200, lease_ms=60_000) as alpha:
         beta, gamma = await start("beta", STUCK, lease_ms=60_000), await start("gamma", WELL, lease_ms=60_000)
         beta.stop()
-        taken = sent = 0
-        while taken == sent:  # until it is full
-            codes = await send(alpha, numbered(STUCK, range(sent, sent + 50), octets=2_000))
-            sent += 50
-            taken += codes.count(UCode.OK)
-            assert sent < 100_000, "nothing holds the sender back"
+        unacknowledged = numbered(STUCK, range(50), octets=2_000)
+        assert await send(alpha, unacknowledged) == [UCode.UNAVAILABLE] * 50
         (trouble,) = alpha.troubles
         assert f"{beta.pid} on" in trouble
         assert f"{gamma.pid} on" not in trouble
         for first in range(0, 500, 50):  # each batch has messages for both: those for gamma pass
-            stuck, well = (
-                numbered(STUCK, range(taken, taken + 50), octets=2_000),
-                numbered(WELL, range(first, first + 50)),
-            )
-            codes = await send(alpha, [message for both in zip(stuck, well, strict=True) for message in both])
+            well = numbered(WELL, range(first, first + 50))
+            codes = await send(alpha, [message for both in zip(unacknowledged, well, strict=True) for message in both])
             assert codes[1::2] == [UCode.OK] * 50
-            fitted = codes[::2].count(UCode.OK)  # one more now and then: what DDS keeps for a writer is no sharp bound
-            assert codes[::2] == [UCode.OK] * fitted + [UCode.UNAVAILABLE] * (50 - fitted)
-            taken += fitted
+            assert codes[::2] == [UCode.UNAVAILABLE] * 50
         assert len(alpha.troubles) == 1
         assert (await gamma.until_seen(499))["seen"] == list(range(500))
         beta.go_on()
         await eventually(lambda: alpha.troubles == [], "the end of the trouble")
-        assert await send(alpha, numbered(STUCK, range(taken, taken + 50), octets=2_000)) == [UCode.OK] * 50
-        assert (await beta.until_seen(taken + 49))["seen"] == list(range(taken + 50))
+        messages = [*unacknowledged, *numbered(STUCK, range(50, 100), octets=2_000)]
+        assert await send(alpha, messages) == [UCode.OK] * 100
+        assert (await beta.until_seen(99))["seen"] == list(range(100))
 
 
 async def fill(alpha: DdsTransport, topic: int) -> None:
@@ -290,9 +357,7 @@ async def test_close_does_not_wait_for_a_receiver_that_is_stuck(tag: str, start:
     async with asyncio.timeout(DEADLINE_S):
         await alpha.close()
         codes = await sending
-    taken = codes.count(UCode.OK)
-    assert 0 < taken < 3_000
-    assert codes == [UCode.OK] * taken + [UCode.UNAVAILABLE] * (3_000 - taken)
+    assert codes == [UCode.UNAVAILABLE] * 3_000
 
 
 async def test_a_host_that_is_reached_at_another_address_joins_its_domain_again(

@@ -336,6 +336,8 @@ class Pipe(asyncio.Transport):
     def abort(self) -> None:
         self.aborted = True
 
+    def pause_reading(self) -> None: ...
+
 
 def connection(user: Nobody, packet_bytes_max: int = 1_000, keep_alive_s: int = 10) -> tuple[Connection, Pipe]:
     made, pipe = Connection(user, packet_bytes_max, keep_alive_s), Pipe()
@@ -454,6 +456,27 @@ async def test_what_fails_unforeseen_does_not_end_reconnecting(what: str, monkey
         broker.answers.remove(PINGREQ)
         await broker.expect(CONNECT)
         monkeypatch.undo()
+
+
+async def test_an_answer_behind_what_the_broker_has_queued_for_us_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While messages come, or we don't read, the broker is alive; not for ever, and not when it stops answering."""
+    one, pipe = connection(Nobody())
+    monkeypatch.setattr("transports.mqtt5.connection.ANSWER_BEHIND_S_MAX", 1_000.0)
+    now = asyncio.get_running_loop().time()
+    assert not one.may_be_behind(now, 20)
+    feed(one, b"\x30\x05\x00\x01a\x00x")  # a message
+    assert one.may_be_behind(now, 20)
+    assert not one.may_be_behind(now, 0), "it is silent since"
+    assert not one.may_be_behind(now - 1_001, 20), "for too long"
+    one.pause(True)
+    assert one.may_be_behind(now, 0)
+    asking = asyncio.create_task(one.ask(1, b"", timeout_s=0.01))
+    await asyncio.sleep(0.1)
+    assert not asking.done()
+    assert not pipe.aborted
+    asking.cancel()
 
 
 async def test_requests_that_wait_for_an_answer_fail_with_the_connection() -> None:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paho.mqtt.enums import MQTTProtocolVersion
+from paho.mqtt.publish import multiple
 from pydantic import ValidationError
 
 from tools.broker import Broker
@@ -396,8 +398,10 @@ async def test_expiry_travels(broker: Broker) -> None:
         assert message.attributes.ttl == 4_500
 
 
-async def test_of_an_authority_that_is_refused_only_requests_are_read(make_broker: MakeBroker) -> None:
-    """Their callers get the error."""
+async def test_of_an_authority_that_is_refused_requests_and_what_was_acknowledged_are_read(
+    make_broker: MakeBroker,
+) -> None:
+    """The callers of the requests get the error; what is lost of QoS 1 the owner has to decide."""
     broker, method = make_broker(), uris.parse("up://receiver/10AB/3/1")
     got: asyncio.Queue[UMessage] = asyncio.Queue()
 
@@ -409,12 +413,13 @@ async def test_of_an_authority_that_is_refused_only_requests_are_read(make_broke
         await receiver.register_listener(uris.parse("//*/FFFFFFFF/FF/0"), Taker(), method)
         await receiver.register_listener(TOPIC, Taker())
         receiver.refused = {"sender": 0}
-        await sender.send_batch([publish(1), publish(2)])
+        fleeting = [("sender/10AB/0/3/80CD", b"", 0, False)] * 2
+        await asyncio.to_thread(multiple, fleeting, broker.host, broker.port, protocol=MQTTProtocolVersion.MQTTv5)
+        await sender.send(publish(1))
         await sender.send(UMessageBuilder.request(uris.parse("up://sender/10AB/3/0"), method, 10_000).build())
-        message = await asyncio.wait_for(got.get(), DEADLINE_S)
-        assert message.attributes.type == UMessageType.UMESSAGE_TYPE_REQUEST
+        types = [(await asyncio.wait_for(got.get(), DEADLINE_S)).attributes.type for _ in range(2)]
+        assert types == [UMessageType.UMESSAGE_TYPE_PUBLISH, UMessageType.UMESSAGE_TYPE_REQUEST]
         assert receiver.refused == {"sender": 2}
-        assert got.empty()
 
 
 def openssl(*arguments: str, directory: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import zenoh
 
 from transports.conformance import Sink
-from transports.conformance.messages import method, notification, publish, reply, request, topic
+from transports.conformance.messages import method, notification, publish, reply, request, response, topic
 from transports.ports import free_port
 from transports.zenoh import ZenohConfig, ZenohTransport
 from transports.zenoh.presence import AUTHORITIES_MAX, Region, Watch
@@ -56,6 +56,7 @@ class Heard:
             while True:
                 statuses = await sender.send_batch(messages)
                 messages = [m for m, status in zip(messages, statuses, strict=True) if is_nobody_listening(status)]
+                assert all(not status.code or is_nobody_listening(status) for status in statuses), statuses
                 if not messages:
                     return
                 await self.next()
@@ -90,6 +91,9 @@ async def setup(stack: AsyncExitStack, name: str) -> tuple[ZenohTransport, Zenoh
         alpha, beta = end("alpha", mode=mode, connect=at[:1]), end("beta", mode="client", connect=[far])
     await stack.enter_async_context(alpha)
     await stack.enter_async_context(beta)
+    async with asyncio.timeout(DEADLINE_S):
+        while not alpha.connected:  # noqa: ASYNC110 - a node that listens learns of the link a moment later
+            await asyncio.sleep(0.005)
     alpha.tells_absence = True
     return alpha, beta
 
@@ -108,6 +112,7 @@ async def peers() -> AsyncIterator[tuple[ZenohTransport, ZenohTransport]]:
 
 TOPIC: Final = topic("alpha")
 KEY: Final = "up/alpha/10AB/3/4/9A01/{}/{}/{}/{}/{}"  # of TOPIC
+CALLERS: Final = uris.parse("//*/FFFFFFFF/FF/0")  # all callers of a method
 
 
 def test_an_address_is_the_key_that_a_message_leaves_on() -> None:
@@ -195,9 +200,40 @@ async def test_our_own_listeners_do_not_count(network: tuple[ZenohTransport, Zen
     assert not sink.messages
 
 
-async def test_only_publishes_are_held_back(peers: tuple[ZenohTransport, ZenohTransport]) -> None:
+async def test_a_request_without_service_is_answered_and_one_with_a_service_is_sent(
+    network: tuple[ZenohTransport, ZenohTransport],
+) -> None:
+    alpha, beta = network
+    sink = Sink(DEADLINE_S)
+    for _ in range(2):
+        await nobody(alpha, request(b"lost", reply("alpha"), method("beta")))
+        await beta.register_listener(CALLERS, sink, method("beta"))
+        async with asyncio.timeout(DEADLINE_S):
+            while (await alpha.send_batch([request(b"call", reply("alpha"), method("beta"))]))[0].code:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        await sink.expect_payload(b"call")
+        assert b"lost" not in sink.payloads
+        await beta.unregister_listener(CALLERS, sink, method("beta"))
+
+
+async def test_callers_of_a_method_share_what_is_declared_for_it(
+    peers: tuple[ZenohTransport, ZenohTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transports.zenoh.presence.METHODS_MAX", 2)
     alpha, _ = peers
-    sent = [notification(b"", TOPIC, reply("beta")), request(b"", reply("alpha"), method("beta"))]
+    sender_of(alpha)._settled_at = 0.0
+    calls = [request(b"", reply(f"caller{number}"), method("beta")) for number in range(100)]
+    assert all(is_nobody_listening(status) for status in await alpha.send_batch(calls))
+    assert sender_of(alpha).publishers == 1
+    others = [request(b"", reply("alpha"), method(f"service{number}")) for number in range(3)]
+    statuses = await alpha.send_batch(others)
+    assert [is_nobody_listening(status) for status in statuses] == [True, False, False]
+    assert alpha.unprobed == 2, "beyond the limit requests are sent and counted"
+
+
+async def test_only_publishes_and_requests_are_held_back(peers: tuple[ZenohTransport, ZenohTransport]) -> None:
+    alpha, _ = peers
+    sent = [notification(b"", TOPIC, reply("beta")), response(b"", method("alpha"), reply("beta"))]
     for messages in (sent, [EncodedMessage.of(message) for message in sent]):
         assert [status.code for status in await alpha.send_batch(messages)] == [0, 0]
     assert is_nobody_listening((await alpha.send_batch([EncodedMessage.of(publish(b"", TOPIC))]))[0])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from tests.transports.test_zenoh_network import DEADLINE_S, end
 from transports.conformance import Sink
 from transports.conformance.messages import publish, topic
 from transports.ports import free_port
+from transports.zenoh import ZenohConfig
 
 
 @pytest.mark.parametrize("mode", ["peer", "router"])
@@ -35,3 +38,15 @@ async def test_who_links_while_it_looks_for_somebody_else_is_heard(mode: str) ->
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
             await hub.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "delay_ms"),
+    [({"mode": "router"}, 0), ({"mode": "router", "settings": {"scouting/delay": 7}}, 7), ({"mode": "peer"}, None)],
+)
+def test_a_router_does_not_wait_between_opening_its_port_and_subscribing(
+    settings: dict[str, Any], delay_ms: int | None
+) -> None:
+    """Zenoh's default is to sleep for 500 ms, in which it drops all that linked peers send."""
+    made = ZenohConfig.model_validate(settings | {"listen": ["tcp/127.0.0.1:0"]}).to_zenoh()
+    assert json.loads(made.get_json("scouting/delay")) == delay_ms

@@ -15,7 +15,19 @@ from typing import Final
 import pytest
 
 from transports.conformance.base import EVENTUALLY_EVERY_S, Ends, Pair, TransportHarness, spec
-from transports.conformance.messages import ALPHA, BETA, GAMMA, codes, notification, publish, reply, streamed, topic
+from transports.conformance.messages import (
+    ALPHA,
+    BETA,
+    GAMMA,
+    codes,
+    method,
+    notification,
+    publish,
+    reply,
+    request,
+    streamed,
+    topic,
+)
 from transports.conformance.sinks import Sink
 from uprotocol import uri as uris
 from uprotocol.attributes import streamer_sink
@@ -140,7 +152,24 @@ class AddressConformance(TransportHarness):
         await narrow.expect_payload(b"for the narrow one")
         assert wide.payloads == []
 
-    async def test_only_a_publish_waits_for_somebody_who_listens(self, pair: Pair) -> None:
+    async def test_a_request_to_which_nobody_listens_is_reported_and_sent_to_who_listens_later(
+        self, pair: Pair
+    ) -> None:
+        self.needs(Capability.ABSENCE)
+        sender, statuses = pair[0], list[UStatus]()
+        sender.tells_absence = True
+        await self.nobody(reply(ALPHA), method())
+        async with asyncio.timeout(self.deadline_s):
+            while not statuses or not is_nobody_listening(statuses[0]):
+                assert set(codes(statuses)) <= {UCode.OK, UCode.UNAVAILABLE}, statuses
+                await asyncio.sleep(EVENTUALLY_EVERY_S if statuses else 0)
+                statuses = await sender.send_batch([request(b"nobody")])
+        heard = await self.listen(pair, reply(ALPHA), method())
+        await self.send_until_taken(sender, [request(b"call")])
+        await heard.expect_payload(b"call")
+        assert heard.payloads == [b"call"]
+
+    async def test_only_a_publish_or_request_needs_somebody_who_listens(self, pair: Pair) -> None:
         """A notification that nobody hears is answered OK; so is a publish, unless its owner asks for absence."""
         sender = pair[0]
         sender.tells_absence = True

@@ -4,6 +4,7 @@ transport.py  the UTransport         writers.py    the thread that writes, one w
 link.py       a domain participant   readers.py    filters -> readers, the thread that takes
 config.py     its settings           roll_call.py  who is there, and who has seen our readers
 mapping.py    UMessage <-> sample and partitions, pure
+acknowledgements.py  have all readers acknowledged what a writer has written? pure
 probe.py      what can be found out before a streamer runs
 """
 

@@ -42,11 +42,20 @@ LEASE_MS_MAX: Final = 3_600_000  # a participant does not come back after a long
 # own interval is 30 s
 ANNOUNCED_MS_MIN: Final = 250
 ANNOUNCED_MS_MAX: Final = 10_000
+# a writer asks its readers so often what they have received, until they answer, and each time longer after the fifth
+# time; its messages are answered then. Cyclone's own 100 ms would cost as much for a caller that awaits each message
+HEARTBEAT_US: Final = 200
 PEERS_MAX: Final = 256  # each gets a packet for every index, several times a second during discovery
 ADDRESSES_PER_PEER_MAX: Final = 8  # of a name that stands for many hosts
 TAG_CHARS_MAX: Final = 255  # Cyclone crashes at a very long one (70,000)
 TRIAL_S: Final = 20.0  # a child process needs 0.2 s; an overloaded computer more
 
+_HEARTBEAT: Final = (
+    f'<Internal><HeartbeatInterval min="{HEARTBEAT_US} us" minsched="{HEARTBEAT_US} us" max="8 s">{HEARTBEAT_US} us'
+    "</HeartbeatInterval></Internal>"
+)
+# what counts unless a foreign configuration says something else: Cyclone reads several, and the last one wins
+_BEFORE_FOREIGN: Final = f"<CycloneDDS><Domain>{_HEARTBEAT}</Domain></CycloneDDS>,"
 _PEER: Final = re.compile(
     r"(?P<host>[A-Za-z0-9]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?\.?)(:(?P<port>[0-9]{1,5}))?", re.ASCII
 )
@@ -57,7 +66,7 @@ from cyclonedds.domain import Domain, DomainParticipant
 from cyclonedds.core import DDSException
 domain_id, configuration = int(sys.argv[1]), sys.stdin.read()
 try:
-    domain = Domain(domain_id, configuration) if configuration else None
+    domain = Domain(domain_id, configuration)
     participant = DomainParticipant(domain_id)
 except DDSException as error:
     sys.exit(str(error))
@@ -65,7 +74,8 @@ except DDSException as error:
 
 
 class DdsConfig(TransportSettings):
-    """The domain and its network. Without any option Cyclone decides, by CYCLONEDDS_URI if that is set."""
+    """The domain and its network. Without any option Cyclone decides, by CYCLONEDDS_URI if that is set, or who has
+    joined the domain in this process before."""
 
     domain_id: int = Field(default=0, ge=0, le=230)
     """participants of different domains never meet"""
@@ -134,31 +144,37 @@ class DdsConfig(TransportSettings):
         return self
 
     @property
+    def is_default(self) -> bool:
+        """True if no option says how to join the domain."""
+        return self.cyclone_xml is None and self.cyclone_file is None and not self._options()
+
+    @property
     def is_foreign(self) -> bool:
         """True if Cyclone's configuration does not come from our options, so that it must be tried first."""
         is_whole = self.cyclone_xml is not None or self.cyclone_file is not None
-        return is_whole or (not self._options() and "CYCLONEDDS_URI" in os.environ)
+        return is_whole or (self.is_default and bool(os.environ.get("CYCLONEDDS_URI")))
 
-    def identity(self) -> str | None:
-        """Equal for equal configurations, before names are resolved; None if Cyclone decides."""
+    def identity(self) -> str:
+        """Equal for equal configurations, before names are resolved."""
         if self.cyclone_xml is not None:
             return self.cyclone_xml
         if self.cyclone_file is not None:
             return str(self.cyclone_file.absolute())
-        return self.xml(list(self.peers)) if self._options() else None
+        return os.environ["CYCLONEDDS_URI"] if self.is_foreign else self.xml(list(self.peers))
 
-    def configuration(self) -> str | None:
-        """Cyclone's XML; None leaves it to Cyclone. May block, to read a file and to resolve names.
+    def configuration(self) -> str:
+        """What Cyclone gets: XML, or several documents and files separated by commas. May block, to read a file and to
+        resolve names.
 
         Raises UStatusError(UNAVAILABLE) if a file, an interface or the address of a peer is missing, which may exist
         later.
         """
         if self.cyclone_xml is not None:
-            return self.cyclone_xml
+            return _BEFORE_FOREIGN + self.cyclone_xml
         if self.cyclone_file is not None:
-            return _read(self.cyclone_file)
-        if not self._options():
-            return None
+            return _BEFORE_FOREIGN + _read(self.cyclone_file)
+        if self.is_foreign:
+            return _BEFORE_FOREIGN + os.environ["CYCLONEDDS_URI"]
         if self.interface is not None:
             names = sorted(name for _, name in socket.if_nameindex())
             if self.interface not in names:
@@ -192,7 +208,8 @@ class DdsConfig(TransportSettings):
         if addresses:
             discovery += f"<Peers>{''.join(f'<Peer address={quoteattr(address)}/>' for address in addresses)}</Peers>"
         return (
-            f"<CycloneDDS><Domain><General>{general}</General><Discovery>{discovery}</Discovery></Domain></CycloneDDS>"
+            f"<CycloneDDS><Domain><General>{general}</General><Discovery>{discovery}</Discovery>"
+            f"{_HEARTBEAT}</Domain></CycloneDDS>"
         )
 
 
@@ -255,14 +272,14 @@ def _read(file: Path) -> str:
         raise UStatusError(UCode.UNAVAILABLE, f"the Cyclone configuration {file} can't be used now: {error}") from error
 
 
-def trial(domain_id: int, configuration: str | None) -> str:
+def trial(domain_id: int, configuration: str) -> str:
     """Let another process join the domain. Returns Cyclone's error; "" if it could join. Blocks for some 0.2 s."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-c", _TRIAL, str(domain_id)]
     try:
         done = subprocess.run(
             command,
-            input=configuration or "",
+            input=configuration,
             capture_output=True,
             text=True,
             timeout=TRIAL_S,

@@ -37,6 +37,7 @@ from cyclonedds.core import (
 from cyclonedds.domain import Domain, DomainParticipant
 from cyclonedds.idl import IdlStruct
 from cyclonedds.idl.types import sequence, uint8
+from cyclonedds.internal import dds_c_t
 from cyclonedds.qos import Policy, Qos
 from cyclonedds.sub import DataReader, Subscriber
 from cyclonedds.topic import Topic
@@ -207,6 +208,26 @@ def delete(*entities: Entity) -> None:
         entity.__del__()
 
 
+def _at_once(name: str, *arguments: Any) -> Any:
+    """A C function of Cyclone that returns within a microsecond, called while holding the GIL. The binding releases it
+    for each call, and then waits for other threads: some 8 us where they are busy."""
+    function = getattr(_CYCLONE, name)
+    function.restype, function.argtypes = ctypes.c_int32, [ctypes.c_int32, *arguments]
+    return function
+
+
+# the library that the binding has loaded
+_CYCLONE: Final = ctypes.PyDLL(None, handle=Entity._dll_handle._handle)
+# each takes the handle of a writer, and returns a negative code of DDS if it fails
+read_matched_status: Final = _at_once(
+    "dds_get_publication_matched_status", ctypes.POINTER(dds_c_t.publication_matched_status)
+)
+read_matched_readers: Final = _at_once(
+    "dds_get_matched_subscriptions", ctypes.POINTER(dds_c_t.instance_handle), ctypes.c_size_t
+)
+look_for_acks: Final = _at_once("dds_wait_for_acks", ctypes.c_int64)  # with a time-out of 0
+
+
 class Triggers(WaitSet):
     """A WaitSet that returns which of its conditions hold. The binding returns only their number, and asking each of
     1,000 readers costs 2 ms."""
@@ -256,7 +277,7 @@ class Participant:
         self._interface = config.interface
         # a foreign configuration names its interfaces itself
         self._addresses = frozenset[str]() if config.is_foreign else addresses_of(config.interface)
-        configuration = self._enter(config)
+        self._enter(config)
         try:
             with binding:
                 self.entity = DomainParticipant(config.domain_id)
@@ -264,7 +285,7 @@ class Participant:
             self.seen_topic = Topic(self.entity, mapping.SEEN_TOPIC, Frame)
         except DDSException as error:
             self._leave()
-            raise _refused(config, configuration, error) from error
+            raise _refused(config, error) from error
 
     @property
     def key(self) -> bytes:
@@ -290,15 +311,11 @@ class Participant:
             if self._shares_domain:
                 self._abandoned.add(self.domain_id)
 
-    def _enter(self, config: DdsConfig) -> str | None:
-        """Returns the configuration that applies. Makes the domain if this process does not have it yet."""
+    def _enter(self, config: DdsConfig) -> None:
+        """Make the domain if this process does not have it yet."""
         identity = config.identity()
-        if identity is None:
-            if config.is_foreign:
-                _try(config, None)
-            return None
         if self._joined(config.domain_id, identity):
-            return None
+            return
         configuration = config.configuration()
         if config.is_foreign:
             _try(config, configuration)
@@ -307,10 +324,12 @@ class Participant:
                 try:
                     domain = Domain(config.domain_id, configuration)
                 except DDSException as error:
-                    raise _refused(config, configuration, error) from error
+                    if config.is_default and error.code == DDSException.DDS_RETCODE_PRECONDITION_NOT_MET:
+                        log.info("the DDS domain is used as this process has configured it", domain=self.domain_id)
+                        return
+                    raise _refused(config, error) from error
                 self._domains[config.domain_id] = _SharedDomain(identity, domain, self._addresses)
                 self._shares_domain = True
-        return configuration
 
     def _joined(self, domain_id: int, identity: str) -> bool:
         """True if the domain exists: then this participant uses it, too."""
@@ -351,7 +370,7 @@ class Participant:
         self._leave()
 
 
-def _try(config: DdsConfig, configuration: str | None) -> None:
+def _try(config: DdsConfig, configuration: str) -> None:
     """A foreign configuration may end the process, so another process tries it first."""
     refusal = trial(config.domain_id, configuration)
     if refusal:
@@ -360,9 +379,9 @@ def _try(config: DdsConfig, configuration: str | None) -> None:
         )
 
 
-def _refused(config: DdsConfig, configuration: str | None, error: DDSException) -> UStatusError:
+def _refused(config: DdsConfig, error: DDSException) -> UStatusError:
     """The error with Cyclone's reason. Cyclone writes it only to stderr, so another process repeats the attempt."""
-    reason = trial(config.domain_id, configuration) or str(error)
+    reason = trial(config.domain_id, config.configuration()) or str(error)
     return UStatusError(UCode.UNAVAILABLE, f"can't join DDS domain {config.domain_id}: Cyclone says: {reason}")
 
 

@@ -1,7 +1,7 @@
 """DDS, on Cyclone: the part on the event loop. docs/dds-mapping.md describes the mapping.
 
 send_batch -> one hop to the writers' thread: check, encode, write -> DDS: partitions bring it to matching readers only
-           <- nobody_listens: a publish whose writer no reader has matched; later on_heard([partition, ...])
+           <- nobody_listens: a publish or request whose writer no reader has matched; later on_heard([partition, ...])
 listener   <- decode <- Arrivals <- the readers' thread            <-
 register_listener -> Registrations: a reader that every peer has found
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
@@ -20,12 +21,13 @@ import structlog
 from transports.arrivals import Arrivals
 from transports.base import NOT_OPEN, TransportBase, on_own_thread, stopped, tell, too_large
 from transports.dds import mapping
+from transports.dds.acknowledgements import Departures
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant, translated
 from transports.dds.probe import look_around
 from transports.dds.readers import ArrivedSample, Readers, Registrations
 from transports.dds.roll_call import RollCall, Seen
-from transports.dds.writers import Batch, WriterRoute, Writers
+from transports.dds.writers import IN_FLIGHT_MESSAGES_MAX, Batch, WriterRoute, Writers
 from transports.listeners import Filter, KnownAddresses, all_of
 from uprotocol import attributes as attrs
 from uprotocol.cache import Cache
@@ -56,6 +58,7 @@ class _Session:
         registrations: Registrations,
         changed: Callable[[frozenset[bytes], Seen], None],
         heard: Callable[[list[str]], None],
+        departures: Departures,
         sample_bytes_max: int,
     ) -> None:
         self.registrations = registrations
@@ -67,6 +70,7 @@ class _Session:
                 writers_max=config.writers_max,
                 timeout_s=config.send_timeout_ms / 1000,
                 heard=heard,
+                departures=departures,
             )
             undo.callback(self.writers.close)
             self.readers = Readers(self.participant, arrived, sample_bytes_max)
@@ -106,6 +110,7 @@ class DdsTransport(TransportBase):
         | Capability.ENCODED
         | Capability.ABSENCE
     )
+    in_flight_messages = IN_FLIGHT_MESSAGES_MAX
 
     def __init__(self, config: DdsConfig, local: LocalUriProvider) -> None:
         super().__init__(config, local)
@@ -117,6 +122,7 @@ class DdsTransport(TransportBase):
         self._routes: Cache[Stamp, WriterRoute] = Cache()  # likewise
         self._addresses = KnownAddresses(mapping.is_partition_of, self.listeners.dropped)
         self._lost: Counter[str] = Counter()  # in earlier sessions
+        self._departures = Departures()
         self._session: _Session | None = None
         self._opening = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None  # checks the addresses of this host
@@ -138,6 +144,15 @@ class DdsTransport(TransportBase):
     @property
     def troubles(self) -> list[str]:
         return self._session.troubles() if self._session is not None else []
+
+    @property
+    def notes(self) -> list[str]:
+        return self._departures.notes(time.time())
+
+    @property
+    def left_unacknowledged(self) -> int:
+        """Times that a receiver left before it had acknowledged what was sent to it, once for each of its topics."""
+        return self._departures.count
 
     @property
     def key(self) -> bytes:
@@ -171,7 +186,9 @@ class DdsTransport(TransportBase):
 
         session = await on_own_thread(  # resolving names may take long
             "dds-open",
-            lambda: _Session(self._config, self._arrived, registrations, changed, heard, self._sample_bytes_max),
+            lambda: _Session(
+                self._config, self._arrived, registrations, changed, heard, self._departures, self._sample_bytes_max
+            ),
             _Session.close,
         )
         registrations.open(session.readers)
@@ -272,8 +289,11 @@ class DdsTransport(TransportBase):
         self._on_heard.append(callback)
 
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
-        """A message that a receiver does not take is answered UNAVAILABLE, and so are those after it with the same
-        source and sink; others are sent. With `tells_absence` a publish without a foreign reader is not written."""
+        """Answers when all readers have acknowledged.
+
+        A message that a receiver does not take is answered UNAVAILABLE, and so are those after it with the same
+        source and sink; others are sent. With `tells_absence` a publish or request without a foreign reader is not
+        written."""
         if self._session is None or not self.is_open:
             return stopped([], len(messages), NOT_OPEN)
         if not messages:
@@ -283,6 +303,7 @@ class DdsTransport(TransportBase):
         answer: asyncio.Future[list[UStatus]] = loop.create_future()
 
         def settle(statuses: list[UStatus]) -> None:
+            batch.returned()
             if not answer.done():  # else the caller was cancelled
                 answer.set_result(statuses)
 
@@ -331,8 +352,8 @@ class DdsTransport(TransportBase):
         if partition is None:
             partition = self._partitions[addresses] = mapping.writer_partition(source, sink, self.authority)
         priority = mapping.TRANSPORT_PRIORITY.get(attributes.priority, 0)
-        is_publish = attributes.type == UMessageType.UMESSAGE_TYPE_PUBLISH
-        route = WriterRoute(partition, priority, mapping.lifespan_ms(attributes.ttl), is_publish)
+        asks = attributes.type in (UMessageType.UMESSAGE_TYPE_PUBLISH, UMessageType.UMESSAGE_TYPE_REQUEST)
+        route = WriterRoute(partition, priority, mapping.lifespan_ms(attributes.ttl), asks)
         if stamp is not None:
             self._routes[stamp] = route
         return route

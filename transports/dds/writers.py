@@ -2,11 +2,13 @@
 
 Batch -> put(route, sample)
          -> no writer yet           -> WRITERS_AT_ONCE are made a turn; messages for existing writers pass meanwhile
-         -> its writer has capacity -> DDS, numbered -> OK
-         -> it is full: its queue   -> tried again, each writer separately, in order -> OK
-                                       no progress for timeout_s -> UNAVAILABLE for the queue; the writer is *held*
-         -> its writer is held      -> one try a batch -> UNAVAILABLE at once, until all it wrote is acknowledged
-         -> a publish, its writer has no reader, and the owner wants to know -> nobody_listens, not written;
+         -> its writer has capacity -> DDS, numbered -> acknowledged by all its readers -> OK
+                                       a reader leaves before -> UNAVAILABLE: sent again
+         -> it is full: its queue   -> tried again, each writer separately, in order -> written, as above
+                                       no progress for timeout_s -> UNAVAILABLE for the queue and for what is not
+                                       acknowledged; the writer is *held*
+         -> its writer is held      -> UNAVAILABLE at once, until all it wrote is acknowledged
+         -> a publish or request, its writer has no reader, and the owner wants to know -> nobody_listens, not written;
                                        checked until the writer has one -> heard([partition, ...])
 
 A writer is full while one of its readers does not acknowledge. DDS tells only which participants have readers, so the
@@ -25,20 +27,50 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import structlog
 from cyclonedds.core import DDSException
+from cyclonedds.internal import dds_c_t
 from cyclonedds.pub import DataWriter, Publisher
 from cyclonedds.qos import Policy, Qos
 
 from transports.dds import mapping
-from transports.dds.link import FAILED_TURN_S, INFINITE_NS, Frame, Participant, binding, delete, reliable, translate
+from transports.dds.acknowledgements import AckState, Departures, LateSamples, Matched, ReaderWatch, digest_of, judge
+from transports.dds.link import (
+    FAILED_TURN_S,
+    INFINITE_NS,
+    Frame,
+    Participant,
+    Remembered,
+    binding,
+    delete,
+    look_for_acks,
+    read_matched_readers,
+    read_matched_status,
+    reliable,
+    translate,
+)
 from uprotocol.status import OK, UStatusError, nobody_listens
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 RETRY_S_MIN: Final = 0.000_3  # a full writer has capacity again within a round trip, on loopback some 100 us
+# of a sender: a tenth of a second of the fastest one measured, while the acknowledgements come
+IN_FLIGHT_MESSAGES_MAX: Final = 2_048
+# between writing and the first look whether it is acknowledged, if nothing else is looked for: a round trip on loopback
+ACK_LOOK_S_MIN: Final = 0.000_1
+# between two looks: the readers are asked every HEARTBEAT_US (config.py), and most answer within 1 ms
+ACK_LOOK_S_MAX: Final = 0.002_5
+ACK_LOOKS_MAX: Final = 1_024  # writers that are looked at in one turn, some 3 us each; the others in the next one
+# Acknowledgements come in the order of writing. So a turn ends after so many writers that are not acknowledged yet, ...
+PENDING_LOOKS_MIN: Final = 16
+# ... or this part of all, so that none waits for more turns while a stuck receiver holds those before it
+PENDING_LOOKS_PART: Final = 8
+# A writer that always writes is never drained. After so long it writes nothing until it is: a round trip
+ACK_ROUND_S: Final = 0.05
+RELIABILITIES_MAX: Final = 65_536  # readers of which is kept whether they are reliable
 RETRY_S_MAX: Final = 0.02  # while nobody acknowledges; 50 tries a second cost nothing
 DRAIN_S: Final = 1.0  # for the last acknowledgements of all writers together, when the transport is closed
 GIVE_WAY_S: Final = 0.05  # for those of a writer that is to be replaced: a round trip, even on a busy computer
@@ -62,7 +94,11 @@ PAUSE_S: Final = 0.000_5
 UNHEARD_LOOKS_MAX: Final = 1_024
 WITNESSES_MAX: Final = 64  # writers that are asked whether all they have written was acknowledged, some 1 us each
 
+HANDLES_MIN: Final = 8  # readers whose handles are read in one call
+
 CLOSING: Final = "the transport closes"
+LEFT: Final = "a receiver has left before it acknowledged this: it is sent again"
+NOT_ACKNOWLEDGED: Final = "a receiver has not acknowledged this in time: try again when it does"
 
 log = structlog.get_logger()
 
@@ -73,24 +109,34 @@ class WriterRoute(NamedTuple):
     partition: str
     priority: int
     lifespan_ms: int | None
-    is_publish: bool = False
+    asks: bool = False  # a publish or request: the owner may want to know that nobody reads it
 
 
 class Batch:
     """The statuses of the messages of one call. `done(statuses)` is called on the writers' thread when all are known.
 
-    `tells_absence`: a publish to a partition that nobody reads is not written and answers `nobody_listens`.
+    `tells_absence`: a publish or request to a partition that nobody reads is not written and answers `nobody_listens`.
     """
 
-    __slots__ = ("_done", "_left", "number", "statuses", "tells_absence", "unheard")
-    _numbers: Final = itertools.count(1)
+    __slots__ = ("_done", "_last_with_it", "_left", "number", "statuses", "tells_absence", "unheard")
+    _newest = 0  # number of the newest batch; used on the event loop only
 
     def __init__(self, messages: int, done: Callable[[list[UStatus]], None], *, tells_absence: bool = False) -> None:
-        self.number = next(self._numbers)
+        Batch._newest += 1
+        self.number = Batch._newest
+        self._last_with_it = 0  # number of the newest batch when the sender got the answers; 0 before
         self.statuses = [OK] * messages
         self.tells_absence = tells_absence
         self.unheard: dict[str, UStatus] = {}  # partition -> the answer for its publishes
         self._left, self._done = messages, done
+
+    def returned(self) -> None:
+        """The sender gets the answers now. Called on the event loop."""
+        self._last_with_it = Batch._newest
+
+    def was_known_to_sender_of(self, later: Batch) -> bool:
+        """True if `later` was sent after the answers to this batch had arrived."""
+        return bool(self._last_with_it) and later.number > self._last_with_it
 
     @property
     def is_settled(self) -> bool:
@@ -102,6 +148,8 @@ class Batch:
         if not self._left:
             self._done(self.statuses)
 
+
+UNMATCHED: Final = Matched(0, 0)
 
 WriterKey = tuple[str, int]  # partition and priority
 PutArguments = tuple[Batch, int, WriterRoute, bytes]  # of `Writers.put`
@@ -116,7 +164,13 @@ class _Waiting(NamedTuple):
 
     @property
     def tells_absence(self) -> bool:
-        return self.batch.tells_absence and self.route.is_publish
+        return self.batch.tells_absence and self.route.asks
+
+
+class _Unacknowledged(NamedTuple):
+    batch: Batch
+    message: int  # its index in `batch`
+    data: bytes
 
 
 @dataclass(slots=True)
@@ -128,14 +182,36 @@ class _Writer:
     written: int = 0  # number of samples, and the number in the last one
     waiting: deque[_Waiting] = field(default_factory=deque)
     progress_at: float = 0.0  # when it last took a waiting message; time.monotonic()
+    unacknowledged: list[_Unacknowledged] = field(default_factory=list)  # written; not answered
+    # when the first of these was written, and when the last look found a new one; time.monotonic()
+    unacknowledged_since: float = 0.0
+    written_at: float = 0.0
+    written_then: int = 0  # `written` at that look
+    readers: ReaderWatch = field(default_factory=ReaderWatch)
+    late: list[bytes] = field(default_factory=list)  # while it is held: digests of what was not acknowledged in time
     held: bool = False
     culprits: frozenset[bytes] = frozenset()  # participants; while it is held
-    refused_batch: int = 0  # the last batch with a refused message: later ones of it must not overtake
+    # batches with a refused message: what was sent before their answers arrived must not overtake it
+    refusals: list[Batch] = field(default_factory=list)
+    unheard_batch: Batch | None = None  # the last batch with a publish that nobody read: likewise
     asked_batch: int = 0  # the last batch for which `has_reader` was called
+    matched: Matched = UNMATCHED  # at the last call of `read_matched`
+    # what the C functions fill, instead of a new object for each call
+    _status: Any = field(default_factory=dds_c_t.publication_matched_status)
+    _handles: Any = field(default_factory=dds_c_t.instance_handle * HANDLES_MIN)
 
     @property
     def is_idle(self) -> bool:
-        return not self.waiting and not self.held
+        return not self.waiting and not self.held and not self.unacknowledged
+
+    def must_refuse(self, batch: Batch) -> bool:
+        """True if an earlier message was refused and the sender of `batch` could not know it yet."""
+        self.refusals = [refused for refused in self.refusals if not refused.was_known_to_sender_of(batch)]
+        return bool(self.refusals)
+
+    def note_refusal(self, batch: Batch) -> None:
+        if not self.refusals or self.refusals[-1] is not batch:
+            self.refusals.append(batch)
 
     def write(self, data: bytes, lifespan_ms: int | None) -> bool:
         """False if the writer is full. Raises DDSException."""
@@ -153,17 +229,42 @@ class _Writer:
         return True
 
     def drained(self, timeout_s: float = 0.0) -> bool:
-        """True if all readers have acknowledged all samples."""
+        """True if all readers have acknowledged all samples. Costs some 1 us without a time-out."""
+        if not timeout_s:
+            return bool(look_for_acks(self.entity._ref, 0) == 0)
         try:
             return self.entity.wait_for_acks(int(timeout_s * 1e9))
         except (AttributeError, DDSException):  # the former is an error in the binding at a time-out
             return False
 
+    def read_matched(self) -> Matched:
+        """Read PUBLICATION_MATCHED into `matched`, and return it. Costs some 1 us. Raises DDSException."""
+        status = self._status
+        code = read_matched_status(self.entity._ref, status)
+        if code < 0:
+            raise DDSException(code, f"while asking for the readers of {self.partition}")
+        matched = self.matched
+        if matched.total != status.total_count or matched.now != status.current_count:
+            self.matched = matched = Matched(status.total_count, status.current_count)
+        return matched
+
+    def handles(self) -> list[int]:
+        """The handles of the matched readers. Costs some 1 us. Raises DDSException."""
+        while True:
+            count = read_matched_readers(self.entity._ref, self._handles, len(self._handles))
+            if count < 0:
+                raise DDSException(count, f"while asking for the readers of {self.partition}")
+            if count <= len(self._handles):
+                return list(self._handles[:count])
+            self._handles = (dds_c_t.instance_handle * (2 * count))()
+
     def has_reader(self) -> bool:
         """True if DDS knows a matching reader of another participant (IgnoreLocal); also if DDS fails to answer, as
-        writing then reports the error. Costs some 1 us."""
-        # the binding's own function makes two calls and a list, where only the number is needed
-        return bool(self.entity._get_matched_subscriptions(self.entity._ref, None, 0))
+        writing then reports the error. Updates `matched`."""
+        try:
+            return bool(self.read_matched().now)
+        except DDSException:
+            return True
 
     def receivers(self) -> frozenset[bytes]:
         """The participants that have readers of this writer."""
@@ -194,14 +295,15 @@ class _HeldWriters:
         self._writers[id(writer)] = writer
         self._report()
 
-    def release(self) -> None:
-        """Release the writers whose samples have all been acknowledged."""
+    def release(self) -> list[_Writer]:
+        """Release and return the writers that are drained."""
         released = [writer for writer in self._writers.values() if writer.drained()]
         for writer in released:
             writer.held = False
             del self._writers[id(writer)]
         if released:
             self._report()
+        return released
 
     def clear(self) -> None:
         self._writers.clear()
@@ -247,6 +349,7 @@ class Writers:
         writers_max: int,
         timeout_s: float,
         heard: Callable[[list[str]], None] = lambda partitions: None,
+        departures: Departures | None = None,
     ) -> None:
         self._participant, self._writers_max, self._timeout_s = participant, writers_max, timeout_s
         self._heard = heard
@@ -255,7 +358,11 @@ class Writers:
         self._without_writer: dict[WriterKey, list[PutArguments]] = {}
         self._full: dict[int, _Writer] = {}  # by identity: writers with a queue
         self._held = _HeldWriters(participant)
-        # writers that had no reader for a publish, each in `_writers`, too -> the last batch that was answered so; None
+        self._unacknowledged: OrderedDict[int, _Writer] = OrderedDict()  # by identity
+        self._ack_pause_s = RETRY_S_MIN
+        self._late = LateSamples()
+        self._reliabilities: Remembered[int, bool] = Remembered(RELIABILITIES_MAX)  # by handle of a reader
+        # writers that had no reader, each in `_writers`, too -> the last batch that was answered so; None
         # once all its messages are answered
         self._unheard: dict[WriterKey, Batch | None] = {}
         self._look_at = 0.0  # when they are checked next; time.monotonic()
@@ -264,6 +371,7 @@ class Writers:
         self._crowded_until = 0.0  # until then no writer is replaced; time.monotonic()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = False
+        self._departures = departures or Departures()
         self.refused = 0  # messages answered UNAVAILABLE because a receiver does not take them
         self._thread = threading.Thread(target=self._run, name="dds-writers", daemon=True)
         self._thread.start()
@@ -344,7 +452,12 @@ class Writers:
         """Seconds until the next turn if no job comes; None: without limit."""
         if self._without_writer:
             return PAUSE_S
-        return self._pause_s if self._full else HELD_LOOK_S if self._held or self._unheard else None
+        pauses = [self._pause_s] if self._full else []
+        if self._unacknowledged:
+            pauses.append(self._ack_pause_s)
+        if self._held or self._unheard:
+            pauses.append(HELD_LOOK_S)
+        return min(pauses, default=None)
 
     # one message
 
@@ -357,26 +470,72 @@ class Writers:
                 self._without_writer.setdefault(key, []).append((batch, index, route, data))
                 return
             self._writers.move_to_end(key)
-            if batch.tells_absence and route.is_publish and self._is_unheard(key, writer, batch):
+            if batch.tells_absence and route.asks and self._is_unheard(key, writer, batch):
                 batch.settle(index, batch.unheard[route.partition])
-            elif writer.waiting:
-                self._wait(writer, batch, index, route, data)
-            elif writer.refused_batch != batch.number and writer.write(data, route.lifespan_ms):
+            elif writer.held or self._stopping or (writer.refusals and writer.must_refuse(batch)):
+                self._refuse(writer, batch, index)
+            elif self._late and self._late.take(writer.partition, data):
                 batch.settle(index, OK)
-            elif writer.held or self._hold_if_suspect(writer):
+            elif writer.waiting or self._must_drain(writer, batch):
+                self._wait(writer, batch, index, route, data)
+            elif self._write(writer, batch, index, route, data):
+                return
+            elif self._hold_if_suspect(writer):
                 self._refuse(writer, batch, index)
             else:
                 self._wait(writer, batch, index, route, data)
         except DDSException as error:  # not `translated`: a context manager costs as much as the rest of this function
             batch.settle(index, translate(error, f"writing to {route.partition}").status)
 
+    def _write(self, writer: _Writer, batch: Batch, index: int, route: WriterRoute, data: bytes) -> bool:
+        """False if the writer is full. Otherwise the message is answered when it is acknowledged. Raises
+        DDSException."""
+        is_first = not writer.unacknowledged
+        if is_first:
+            if writer.asked_batch != batch.number:  # else `has_reader` has read it
+                writer.read_matched()
+            writer.readers.begin(writer.matched, partial(self._readers_of, writer))
+        if not writer.write(data, route.lifespan_ms):
+            return False
+        writer.unacknowledged.append(_Unacknowledged(batch, index, data))
+        if is_first:
+            writer.unacknowledged_since = writer.written_at = time.monotonic()
+            writer.written_then = writer.written
+            self._ack_pause_s = RETRY_S_MIN if self._unacknowledged else ACK_LOOK_S_MIN
+            self._unacknowledged[id(writer)] = writer
+        return True
+
+    def _readers_of(self, writer: _Writer, may_ask: bool) -> dict[int, bool | None]:
+        """See ReadReaders. A reader that DDS no longer knows counts as reliable."""
+        readers: dict[int, bool | None] = {}
+        for handle in writer.handles():
+            if may_ask and handle not in self._reliabilities:
+                with binding:
+                    reader = writer.entity.get_matched_subscription_data(handle)
+                self._reliabilities[handle] = reader is None or Policy.Reliability.BestEffort not in reader.qos
+            readers[handle] = self._reliabilities.get(handle)
+        return readers
+
+    def _must_drain(self, writer: _Writer, batch: Batch) -> bool:
+        """True if `writer` has to be drained before it writes messages of another batch."""
+        return (
+            writer.written_at - writer.unacknowledged_since >= ACK_ROUND_S  # as of the last look
+            and bool(writer.unacknowledged)
+            and writer.unacknowledged[0].batch is not batch
+        )
+
     def _is_unheard(self, key: WriterKey, writer: _Writer, batch: Batch) -> bool:
-        """True if a publish of `batch` must not be written because `writer` has no reader. DDS is asked once for each
-        batch and writer; once one writer of a partition has no reader, the answer is the same for the others."""
+        """True if a publish or request of `batch` must not be written because `writer` has no reader. DDS is asked
+        once for each batch and writer; once one writer of a partition has no reader, the answer is the same for the
+        others."""
         if writer.asked_batch != batch.number:
             writer.asked_batch = batch.number
-            if not writer.has_reader():
+            unheard = writer.unheard_batch
+            if unheard is not None and unheard.was_known_to_sender_of(batch):
+                unheard = writer.unheard_batch = None
+            if unheard is not None or not writer.has_reader():
                 self._note_unheard(key, batch)
+                writer.unheard_batch = batch
         return writer.partition in batch.unheard
 
     def _note_unheard(self, key: WriterKey, batch: Batch) -> None:
@@ -421,14 +580,9 @@ class Writers:
         self._writers[key] = writer
 
     def _give_way(self) -> None:
-        """Close the least recently used idle writer. Raises UStatusError(UNAVAILABLE) if no writer is idle."""
-        now = time.monotonic()
-        if now >= self._crowded_until:
-            replaced = next((key for key, one in self._writers.items() if one.is_idle and one.drained()), None)
-            if replaced is None:
-                oldest = next((key for key, one in self._writers.items() if one.is_idle), None)
-                if oldest is not None and self._writers[oldest].drained(GIVE_WAY_S):
-                    replaced = oldest
+        """Close the least recently used writer that waits for nothing. Raises UStatusError(UNAVAILABLE) if all wait."""
+        if time.monotonic() >= self._crowded_until:
+            replaced = self._find_replaceable()
             if replaced is not None:
                 self._unheard.pop(replaced, None)  # its senders try again after a time
                 self._writers.pop(replaced).close()
@@ -438,8 +592,21 @@ class Writers:
             UCode.UNAVAILABLE, f"all {self._writers_max} DDS writers wait for their receivers: try again later"
         )
 
+    def _find_replaceable(self) -> WriterKey | None:
+        """The least recently used writer that is idle, or else one whose samples are acknowledged within GIVE_WAY_S:
+        with more routes than writers each writer may have written something just now."""
+        for key, writer in self._writers.items():
+            if writer.is_idle and writer.drained():
+                return key
+        for key, writer in self._writers.items():
+            if not writer.waiting and not writer.held:
+                if not writer.drained(GIVE_WAY_S):
+                    return None
+                return key if writer.is_idle or self._settle(writer) is AckState.ACKNOWLEDGED else None
+        return None
+
     def _wait(self, writer: _Writer, batch: Batch, index: int, route: WriterRoute, data: bytes) -> None:
-        if writer.refused_batch == batch.number or self._stopping or not self._has_capacity(writer, len(data)):
+        if self._stopping or not self._has_capacity(writer, len(data)):
             self._refuse(writer, batch, index)
             return
         now = time.monotonic()
@@ -459,7 +626,7 @@ class Writers:
 
     def _refuse(self, writer: _Writer, batch: Batch, index: int) -> None:
         """Answer UNAVAILABLE, as to all later messages of that batch for that writer: so the order survives a retry."""
-        writer.refused_batch = batch.number
+        writer.note_refusal(batch)
         self.refused += 1
         why = CLOSING if self._stopping else "a receiver has not taken what was sent before: try again when it keeps up"
         batch.settle(index, UStatus(code=UCode.UNAVAILABLE, message=f"{writer.partition}: {why}"))
@@ -474,9 +641,90 @@ class Writers:
             progressed |= self._push(writer)
         if self._full:
             self._pause_s = RETRY_S_MIN if progressed else min(self._pause_s * 1.5, RETRY_S_MAX)
-        self._held.release()
+        if self._unacknowledged:
+            self._look_for_acknowledgements()
+        for writer in self._held.release():
+            self._released(writer)
         if self._unheard and time.monotonic() >= self._look_at:
             self._look_for_readers()
+
+    def _look_for_acknowledgements(self) -> None:
+        pending_max = max(PENDING_LOOKS_MIN, len(self._unacknowledged) // PENDING_LOOKS_PART)
+        progressed, pending = False, 0
+        for identity in list(itertools.islice(self._unacknowledged, ACK_LOOKS_MAX)):
+            writer = self._unacknowledged[identity]
+            state = self._settle(writer)
+            progressed |= state is AckState.ACKNOWLEDGED
+            if state is AckState.PENDING:
+                self._unacknowledged.move_to_end(identity)
+                pending += 1
+                if pending >= pending_max:
+                    break
+        self._ack_pause_s = RETRY_S_MIN if progressed else min(self._ack_pause_s * 1.5, ACK_LOOK_S_MAX)
+
+    def _settle(self, writer: _Writer) -> AckState:
+        """Answer what is not acknowledged yet, if its state is known now."""
+        state = self._judge(writer)
+        if state is AckState.ACKNOWLEDGED:
+            self._answer(writer, OK)
+        elif state is AckState.LOST:
+            self._lose(writer)
+        elif state is AckState.OVERDUE:
+            self._hold(writer)
+        return state
+
+    def _judge(self, writer: _Writer) -> AckState:
+        now = time.monotonic()
+        if writer.written != writer.written_then:
+            writer.written_then, writer.written_at = writer.written, now
+        is_drained, waited_s = writer.drained(), now - writer.written_at
+        try:
+            if not is_drained and waited_s >= ACK_ROUND_S:
+                writer.readers.complete(partial(self._readers_of, writer))
+            has_lost_reader = (is_drained or waited_s >= self._timeout_s) and self._has_lost_reader(writer)
+        except DDSException as error:
+            log.warning("a DDS writer does not say what was acknowledged", why=str(error))
+            return AckState.LOST
+        return judge(
+            is_drained=is_drained, has_lost_reader=has_lost_reader, waited_s=waited_s, timeout_s=self._timeout_s
+        )
+
+    def _has_lost_reader(self, writer: _Writer) -> bool:
+        """See ReaderWatch. Raises DDSException."""
+        present = writer.handles()
+        return writer.readers.has_lost_reader(writer.read_matched(), present, partial(self._readers_of, writer))
+
+    def _answer(self, writer: _Writer, status: UStatus) -> None:
+        """Answer all that is not acknowledged yet."""
+        answered, writer.unacknowledged = writer.unacknowledged, []
+        self._unacknowledged.pop(id(writer), None)
+        for one in answered:
+            one.batch.settle(one.message, status)
+
+    def _give_up(self, writer: _Writer, why: str) -> None:
+        """Answer UNAVAILABLE to what was written and is not acknowledged, and to all that waits behind it."""
+        self.refused += len(writer.unacknowledged)
+        for one in writer.unacknowledged:
+            writer.note_refusal(one.batch)
+        self._answer(writer, UStatus(code=UCode.UNAVAILABLE, message=f"{writer.partition}: {why}"))
+        self._fail(writer)
+
+    def _lose(self, writer: _Writer) -> None:
+        self._departures.add(writer.partition, time.time())
+        log.warning(
+            "a DDS receiver has left before it acknowledged what was sent to it: it is sent again",
+            partition=writer.partition,
+            messages=len(writer.unacknowledged),
+        )
+        self._give_up(writer, LEFT)
+
+    def _released(self, writer: _Writer) -> None:
+        """What a held writer had written is acknowledged now, unless a reader has left meanwhile. Then it is sent
+        again."""
+        late, writer.late = writer.late, []
+        with contextlib.suppress(DDSException):  # not known: it is sent again
+            if late and not self._has_lost_reader(writer):
+                self._late.add(late)
 
     def _look_for_readers(self) -> None:
         """Report the partitions that have a reader now. A writer whose batch is not answered yet waits for that: its
@@ -502,13 +750,16 @@ class Writers:
         try:
             while waiting:
                 first = waiting[0]
+                if self._must_drain(writer, first.batch):
+                    break
                 if first.tells_absence and has_reader is None:
                     has_reader = writer.has_reader()
                 if first.tells_absence and not has_reader:  # its readers ended while it waited
                     self._note_unheard((first.route.partition, first.route.priority), first.batch)
+                    writer.unheard_batch = first.batch
                     self._take_out(writer, first.batch.unheard[first.route.partition])
-                elif writer.write(first.data, first.route.lifespan_ms):
-                    self._take_out(writer, OK)
+                elif self._write(writer, first.batch, first.message, first.route, first.data):
+                    self._drop_first(writer)
                 else:
                     break
                 progressed = True
@@ -524,13 +775,17 @@ class Writers:
 
     def _take_out(self, writer: _Writer, status: UStatus | None = None) -> None:
         """Take the first waiting message out, and answer it with `status`, or refuse it (None)."""
-        one = writer.waiting.popleft()
-        self._waiting_messages -= 1
-        self._waiting_bytes -= len(one.data)
+        one = self._drop_first(writer)
         if status is not None:
             one.batch.settle(one.message, status)
         else:
             self._refuse(writer, one.batch, one.message)
+
+    def _drop_first(self, writer: _Writer) -> _Waiting:
+        first = writer.waiting.popleft()
+        self._waiting_messages -= 1
+        self._waiting_bytes -= len(first.data)
+        return first
 
     def _fail(self, writer: _Writer) -> None:
         while writer.waiting:
@@ -547,7 +802,8 @@ class Writers:
 
     def _hold(self, writer: _Writer) -> None:
         self._held.add(writer, self._culprits_of(writer))  # first: a sender may read `troubles` when it is answered
-        self._fail(writer)
+        writer.late = [digest_of(writer.partition, one.data) for one in writer.unacknowledged]
+        self._give_up(writer, NOT_ACKNOWLEDGED)
 
     def _hold_if_suspect(self, writer: _Writer) -> bool:
         """True if a receiver of this full writer holds others back already: then there is no need to wait for it."""
@@ -574,11 +830,16 @@ class Writers:
         self._thread.join()
         deadline = time.monotonic() + DRAIN_S
         for writer in self._writers.values():
-            writer.drained(max(0.0, deadline - time.monotonic()))
+            is_drained = writer.drained(max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(DDSException):  # not known: it is sent again
+                if is_drained and not self._has_lost_reader(writer):
+                    self._answer(writer, OK)
+            self._give_up(writer, CLOSING)
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
         self._full.clear()
+        self._late.clear()
         self._held.clear()
         self._unheard.clear()
 

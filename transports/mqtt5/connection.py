@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import math
 import socket
 import ssl
 import sys
@@ -29,6 +30,8 @@ READ_BYTES: Final = 1 << 18
 LARGE_BYTES: Final = 1 << 16
 BARE_PUBACK_BYTES: Final = 4  # packet id, reason code, and a property length of 0
 ANSWER_MS_MAX: Final = 20_000  # for SUBACK and UNSUBACK; if the broker takes longer, the connection is dropped
+# ... but so long while it sends: 500,000 queued messages at the rate of a busy gateway
+ANSWER_BEHIND_S_MAX: Final = 300.0
 SESSION_TAKEN_OVER: Final = 0x8E  # reason code of DISCONNECT
 
 _QUICK_ACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)  # Linux
@@ -129,6 +132,7 @@ class Connection(asyncio.BufferedProtocol):
         self._answers: dict[int, asyncio.Future[Any]] = {}  # by packet id; of CONNACK, 0
         self.lost: asyncio.Future[OSError] = self._loop.create_future()  # completes when it has ended: why
         self._received_s = self._written_s = self._pinged_s = self._loop.time()
+        self._messages_s = -math.inf  # when the broker last sent messages
         self._written_bytes = self._delivered_bytes = self._due_end = 0
         self._taken_s = self._loop.time()  # when the peer last took bytes
         self.delivered_s = self._loop.time()  # `watch_delivery`, or when the peer last took what was written before it
@@ -168,16 +172,19 @@ class Connection(asyncio.BufferedProtocol):
         connection is lost.
 
         If no answer comes within `timeout_s` (default: ANSWER_MS_MAX), the connection is dropped. The time starts again
-        while the peer still takes bytes that were written before the packet.
+        while the peer still takes bytes that were written before the packet, and while it sends: its answer is behind
+        all messages that it has queued for us. That may take ANSWER_BEHIND_S_MAX.
         """
         if self._transport is None:
             raise ConnectionResetError("it is closed")
         timeout_s = ANSWER_MS_MAX / 1000 if timeout_s is None else timeout_s
         self._answers[packet_id] = future = self._loop.create_future()
         self.write(packet)
-        end = self._written_bytes
+        end, asked_s = self._written_bytes, self._loop.time()
         try:
             while not (await asyncio.wait({future}, timeout=timeout_s))[0]:
+                if self.may_be_behind(asked_s, timeout_s):
+                    continue
                 self._look_at_delivery()
                 if self._delivered_bytes >= end or self._loop.time() - self._taken_s >= timeout_s:
                     failure = TimeoutError("it does not answer in time")
@@ -186,6 +193,13 @@ class Connection(asyncio.BufferedProtocol):
             return future.result()
         finally:
             self._answers.pop(packet_id, None)
+
+    def may_be_behind(self, asked_s: float, timeout_s: float) -> bool:
+        """True if an answer that is due since `asked_s` may be behind what the broker has queued for us: it has sent
+        a message within `timeout_s`, or we don't read."""
+        now_s = self._loop.time()
+        is_sending = self._paused or now_s - self._messages_s < timeout_s
+        return self._transport is not None and is_sending and now_s - asked_s < ANSWER_BEHIND_S_MAX
 
     def pause(self, paused: bool) -> None:
         """Stop reading the socket, which holds the broker back, or go on."""
@@ -298,6 +312,7 @@ class Connection(asyncio.BufferedProtocol):
                     if self._transport is None:
                         return
             if publishes:
+                self._messages_s = self._received_s
                 self._user.on_publishes(publishes)
             if pubacks and self._transport is not None:
                 self._user.on_pubacks(pubacks, whys)

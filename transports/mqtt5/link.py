@@ -153,6 +153,11 @@ class Link:
         )
         return [f"{what}: what comes for us while we are away for longer is lost"]
 
+    def may_be_behind(self, timeout_s: float) -> bool:
+        """True if PUBACKs that are overdue may be behind what the broker has queued for us."""
+        connection = self.connection
+        return connection is not None and connection.may_be_behind(connection.delivered_s, timeout_s)
+
     def pause(self, paused: bool) -> None:
         """Stop reading, or go on. A new connection is read."""
         if self.connection is not None:

@@ -5,7 +5,7 @@ on_publishes -> PublishCodec -> Copies -> Arrivals -> listeners -> PUBACK
 
 MESSAGES_MAX or BYTES_MAX have arrived and are not taken
               -> pressed: the socket is not read, which holds the broker      -> half of it taken: read again
-   for PRESSED_S_MAX
+   and no batch was taken for PRESSED_S_MAX
               -> shedding: it is read, since what a listener waits for        -> half of it taken: a new connection,
                  may be behind; messages are neither kept nor acknowledged       on which they come again
 
@@ -62,7 +62,8 @@ BYTES_MAX: Final = 32 << 20
 # waiting or being taken; some 1.5 KB each if small. A broker may exceed Receive Maximum: mosquitto with
 # `max_inflight_messages 0` does
 MESSAGES_MAX: Final = 8_192
-PRESSED_S_MAX: Final = 5.0  # how long the socket is not read; far less than a keep-alive, or than a PUBACK may take
+# how long the socket is not read while listeners take nothing; far less than a keep-alive, or than a PUBACK may take
+PRESSED_S_MAX: Final = 5.0
 TOPICS_MAX: Final = 256  # of answers, one for each method that listeners call; others use the main connection alone
 RETRY_S: Final = 60.0  # after a failed attempt, calls don't wait for another one for so long
 _DROPPED_TOPIC: Final = DROPPED_TOPIC.encode()
@@ -104,6 +105,7 @@ class PublishReceiver:
         )
         self.answers = Answers(config, owner.local, self._take_answers)
         self._paused_at_s: float | None = None  # since then the socket is not read
+        self._taken_at_s = 0.0  # loop time at which a listener has last taken a batch
         self._shedding = self._has_shed = False  # messages are not kept, and some were not
         # unacknowledged: with those that are on the way the broker may have to queue
         self._lag_messages = -(-config.receive_maximum // 2)
@@ -127,7 +129,7 @@ class PublishReceiver:
         """Once a second."""
         if self._keeps_unclaimed and now_s >= self._unclaimed_until_s:
             self.end_claims()
-        if self._paused_at_s is not None and now_s - self._paused_at_s >= PRESSED_S_MAX:
+        if self._paused_at_s is not None and now_s - max(self._paused_at_s, self._taken_at_s) >= PRESSED_S_MAX:
             log.warning(
                 "listeners don't take what has arrived: messages that come now are left to the broker",
                 arrivals=repr(self.arrivals),
@@ -174,7 +176,7 @@ class PublishReceiver:
         """A message that can't be read, and a copy for another subscription, is only acknowledged, in its turn. None:
         it is kept until a listener claims it."""
         if (refused := self._owner.refused) and self._is_refused(publish, refused):
-            return self._nothing(publish) if publish.packet_id else None
+            return None
         if publish.topic == _DROPPED_TOPIC:
             self._losses.counted(publish.payload, retained=publish.retained, now_s=asyncio.get_running_loop().time())
             return self._nothing(publish)
@@ -210,9 +212,10 @@ class PublishReceiver:
         return None
 
     def _is_refused(self, publish: wire.Publish, refused: dict[str, int]) -> bool:
-        """Its source's authority is refused. A request is read all the same, so that its caller gets an answer."""
+        """Its source's authority is refused. All the same the owner decides on a request, so that its caller gets an
+        answer, and on what was acknowledged to its sender (QoS 1)."""
         authority = publish.topic.partition(b"/")[0].decode(errors="replace")
-        if authority not in refused or REQUEST_TYPE in publish.properties:
+        if publish.packet_id or authority not in refused or REQUEST_TYPE in publish.properties:
             return False
         refused[authority] += 1
         return True
@@ -232,6 +235,7 @@ class PublishReceiver:
 
     def _acknowledge(self, taken: Sequence[ArrivedPublish], _error: BaseException | None = None) -> None:
         """Only on the connection that brought them: on a later one the broker sends them again."""
+        self._taken_at_s = asyncio.get_running_loop().time()
         connection = self._link.connection
         packet_ids = [one.packet_id for one in taken if one.packet_id and one.connection is connection]
         if packet_ids and connection is not None:

@@ -32,7 +32,7 @@ from transports.mqtt5.probe import BrokerProbe
 from transports.mqtt5.reasons import RefusedError
 from transports.mqtt5.receiving import PublishReceiver
 from transports.mqtt5.session import Session
-from transports.mqtt5.window import Window
+from transports.mqtt5.window import PUBACK_MS_MAX, Window
 from transports.mqtt5.wire import PublishCodec
 from uprotocol import attributes as attrs
 from uprotocol.encoded import Carried
@@ -82,6 +82,7 @@ class Mqtt5Transport(TransportBase):
             link.address, f"{config.client_id}{ADDRESS}{link.address}" if is_resumed else None, self.dropped
         )
         self._has_session = False  # the broker keeps one for us, as far as is known
+        self._resumed_session = False
         self._was_welcomed = False  # the broker has accepted a login of this object
         self._tasks: set[asyncio.Task[None]] = set()  # until `close`
         self._receiver = PublishReceiver(self, config, link, self._session, self._codec, self._losses)
@@ -100,6 +101,10 @@ class Mqtt5Transport(TransportBase):
     def remember_in(self, file: str) -> None:
         self._losses.remember_in(Path(file))
         self._session.restore(self._losses.filters_left)
+
+    @property
+    def resumed_session(self) -> bool:
+        return self._resumed_session
 
     def all_registered(self) -> None:
         if not self._receiver.has_all_listeners:
@@ -152,6 +157,7 @@ class Mqtt5Transport(TransportBase):
         """Called by the link: the broker has accepted a connection."""
         now_s = asyncio.get_running_loop().time()
         if welcome.session_present and not self._was_welcomed:
+            self._resumed_session = True
             self._receiver.resumed_foreign_session(now_s)
         self._losses.connected(
             resumed=welcome.session_present,
@@ -212,7 +218,7 @@ class Mqtt5Transport(TransportBase):
 
     def tick(self, now_s: float) -> None:
         """Called by the link about once a second."""
-        if self._window.stalled:
+        if self._window.stalled and not self._link.may_be_behind(PUBACK_MS_MAX / 1000):
             log.error("acknowledgements of the broker are overdue: dropping the connection", window=repr(self._window))
             self._link.drop("its acknowledgements are overdue")
         self._receiver.tick(now_s)

@@ -170,6 +170,10 @@ class ZenohConfig(TransportSettings):
             "transport/link/rx/max_message_size": REASSEMBLY_FACTOR * wire_bytes_max,  # of each link; 1 GiB by default
             "transport/shared_memory/enabled": False,  # a killed process would leave its segments behind
         }
+        if self.mode == "router":
+            # a router of Zenoh sleeps for so long (500 ms by default) between opening its port and letting us
+            # subscribe; what linked peers send meanwhile is lost. It goes on scouting afterwards
+            settings["scouting/delay"] = 0
         if not self.config_file or self.listen:
             settings["listen/endpoints"] = self.listen  # even if empty: by default Zenoh listens on all interfaces
         if self.connect:

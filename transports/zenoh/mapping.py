@@ -94,6 +94,12 @@ def entity_prefix(key: str) -> str:
     return "/".join(key.split("/", _SINK_AT)[: _SINK_AT - 1])
 
 
+def sink_key(key: str) -> str:
+    """The key expression of all messages to the sink of `key`, the key of a message with a sink."""
+    sink = key.split("/", _SINK_AT)[_SINK_AT]
+    return f"up/*/*/*/*/*/{sink}"
+
+
 def publish_key(prefix: str, segment: str) -> str:
     """The key of a publish that begins with `prefix`. The other segments of its source are `segment`, which may be a
     wildcard."""

@@ -1,10 +1,13 @@
-"""Whether anybody listens to a publish, as far as Zenoh knows.
+"""Whether anybody listens to a publish or a request, as far as Zenoh knows.
 
 publish of a key -> its Regions: of its source authority, and of its source uEntity
                     silent: nobody listens to anything in the Region         -> nobody
                     covered: somebody listens to everything in it            -> put
                  -> otherwise: a publisher of its own with a Watch           -> somebody listens: put, else nobody
                  -> at the limit of publishers                               -> put, and counted as unprobed
+
+request -> the Watch of its method, whoever calls                               -> somebody listens: put, else nobody
+        -> beyond METHODS_MAX                                                   -> put, and counted as unprobed
 
 Watch -> somebody begins to listen after an answer "nobody" -> HeardNews -> the owner, on the event loop
 
@@ -36,6 +39,9 @@ from uprotocol.status import nobody_listens
 
 AUTHORITIES_MAX: Final = 64  # source authorities with a Region of their own; one of all authorities serves the others
 ENTITIES_MAX: Final = 256  # source uEntities with a Region; the others have that of their authority alone
+# methods that are called, each with a publisher that is never undeclared; every wildcard that somebody subscribes to is
+# compared with all of them
+METHODS_MAX: Final = 1_024
 # a segment that no uProtocol address has: only a wildcard matches it
 IMPOSSIBLE: Final = "-"
 # limits of the checks whether a Region has become silent: each compares every subscription in it with all others, 5 ms
@@ -45,6 +51,9 @@ ASK_AGAIN_FACTOR: Final = 100  # all checks together take at most 1 % of the tim
 GATHER_S: Final = 0.005  # keys that somebody begins to listen to within this time are reported in one call
 
 NOBODY: Final = nobody_listens("no known Zenoh session subscribes to this topic: send it again when one does, or later")
+NO_SERVICE: Final = nobody_listens(
+    "no known Zenoh session listens for requests to this method: its service is not there"
+)
 
 
 class Watch:
@@ -151,6 +160,7 @@ class Presence:
         self.ask_at = 0.0  # no Region is checked for silence earlier; time.monotonic()
         self._authorities: dict[str, Region] = {}  # by the first segments of their keys
         self._entities: dict[str, Region] = {}
+        self._methods: dict[str, tuple[zenoh.Publisher, Watch]] = {}  # by the key expression of their requests
 
     def around(self, key: str) -> tuple[bool, Watch | None]:
         """(True, None) if nobody listens to anything in one of the Regions of `key`; (False, Watch) if somebody listens
@@ -177,6 +187,17 @@ class Presence:
             self._entities[entity] = Region(self, entity)
         if entity in self._entities:
             yield self._entities[entity]
+
+    def method(self, key: str) -> Watch | None:
+        """The Watch of the method that the request with this key calls; None beyond METHODS_MAX. Raises ZError."""
+        requests = mapping.sink_key(key)
+        if requests not in self._methods:
+            if len(self._methods) >= METHODS_MAX:
+                return None
+            publisher = self.session.declare_publisher(requests, allowed_destination=zenoh.Locality.REMOTE)
+            self.publishers += 1
+            self._methods[requests] = publisher, Watch(publisher, lambda answered: None)
+        return self._methods[requests][1]
 
     def watch(self, publisher: zenoh.Publisher, key: str) -> Watch:
         """A Watch of the publisher of one topic. Raises ZError."""

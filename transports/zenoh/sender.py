@@ -4,8 +4,8 @@ batch -> send plan of its stamp -> route -> session.put    the first messages of
          or checks                  |       publisher.put  from then on: half the cost
                                     |-- at the limit of publishers: an unused one is undeclared, or the topic stays
                                     |   with session.put
-                                    '-- a publish, and the owner wants to know who listens: presence.py, and a publisher
-                                        for the first message
+                                    '-- a publish or request, and the owner wants to know who listens: presence.py,
+                                        and for a publish a publisher for the first message
 
 flush  -> a query to each linked peer, of the lowest priority, behind all messages -> answered: it has read them
 silent -> a query of the highest priority, beside all waiting messages             -> answered: it reads
@@ -32,7 +32,7 @@ import zenoh
 
 from transports.base import OK, SendChecks, stopped, too_large
 from transports.zenoh import mapping
-from transports.zenoh.presence import NOBODY, Presence, Watch
+from transports.zenoh.presence import NO_SERVICE, NOBODY, Presence, Watch
 from uprotocol import cache as caches
 from uprotocol.cache import Cache
 from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
@@ -88,12 +88,13 @@ def translate(error: Exception, doing: str) -> UStatusError:
 class _KeyRoute:
     """How to put on one key with one priority."""
 
-    __slots__ = ("asks", "key", "options", "publisher", "put", "puts_left", "watch")
+    __slots__ = ("asks", "is_call", "key", "options", "publisher", "put", "puts_left", "watch")
 
-    def __init__(self, session: zenoh.Session, key: _KeyPriority, *, asks: bool) -> None:
-        """`asks`: for publishes, if the owner wants to know that nobody listens."""
+    def __init__(self, session: zenoh.Session, key: _KeyPriority, *, asks: bool, is_call: bool) -> None:
+        """`asks`: for publishes and requests, if the owner wants to know that nobody listens. `is_call`: for
+        requests."""
         self.key = key
-        self.asks = asks
+        self.asks, self.is_call = asks, is_call
         self.watch: Watch | None = None  # until there is one, each message needs a check
         self.options: dict[str, Any] = {  # reliable, blocking, without an encoding (A-26)
             "congestion_control": zenoh.CongestionControl.BLOCK,
@@ -183,7 +184,7 @@ class ZenohSender:
         self._presence = Presence(session, on_heard, self.thread.submit)
         self._tells_absence = False
         self.unprobed = 0
-        """Publishes that were put without knowing whether anybody listens, at the limit of publishers."""
+        """Publishes and requests that were put without knowing whether anybody listens, at the limit of publishers."""
         self._used: set[_KeyPriority] = set()  # publishers, in this period
         self._unused: list[_KeyPriority] = []  # publishers, in the whole period before this one
         self._period_began = 0.0  # time.monotonic()
@@ -203,8 +204,8 @@ class ZenohSender:
         self._settled_at = time.monotonic() + SETTLE_S_MAX
 
     def put(self, messages: Sequence[Carried], tells_absence: bool = False) -> list[UStatus]:
-        """Put `messages` in order. Returns a status for each; raises nothing. With `tells_absence` a publish that
-        nobody listens to is answered `nobody_listens` and not put."""
+        """Put `messages` in order. Returns a status for each; raises nothing. With `tells_absence` a publish or request
+        that nobody listens to is answered `nobody_listens` and not put."""
         self._batches += 1
         if tells_absence != self._tells_absence:
             self._tells_absence = tells_absence
@@ -255,7 +256,7 @@ class ZenohSender:
                     is_unknown = absent or route.watch is None or not route.watch.heard
                     if is_unknown and (route.key[0] in absent or self._is_nobody(route)):
                         absent.add(route.key[0])
-                        statuses.append(NOBODY)
+                        statuses.append(NO_SERVICE if route.is_call else NOBODY)
                         continue
                 elif settling:
                     settling = self._await_match(route)
@@ -276,7 +277,7 @@ class ZenohSender:
         """The send plan of a valid message, cached by its stamp."""
         attributes = message.attributes
         key = mapping.message_key(message, self._authority), attributes.priority
-        route = self._routes.get(key) or self._route(key, attributes.type == UMessageType.UMESSAGE_TYPE_PUBLISH)
+        route = self._routes.get(key) or self._route(key, attributes.type)
         if route.publisher is not None:
             self._used.add(key)
         plan = _SendPlan(route, attributes.ttl, attributes.payload_format)
@@ -284,17 +285,21 @@ class ZenohSender:
             self._plans[mark] = plan
         return plan
 
-    def _route(self, key: _KeyPriority, is_publish: bool) -> _KeyRoute:
+    def _route(self, key: _KeyPriority, type: UMessageType.ValueType) -> _KeyRoute:
         if len(self._routes) >= caches.streams_max:
             self._routes.clear()
             self._plans.clear()
-        route = self._routes[key] = _KeyRoute(self.session, key, asks=is_publish and self._tells_absence)
+        is_call = type == UMessageType.UMESSAGE_TYPE_REQUEST
+        asks = self._tells_absence and (is_call or type == UMessageType.UMESSAGE_TYPE_PUBLISH)
+        route = self._routes[key] = _KeyRoute(self.session, key, asks=asks, is_call=is_call)
         if key in self._publishers:
             route.declared(self._publishers[key].publisher)
         return route
 
     def _is_nobody(self, route: _KeyRoute) -> bool:
-        """True if nobody listens to a publish on this route. May declare a publisher to find out."""
+        """True if nobody listens to a publish or request on this route. May declare a publisher to find out."""
+        if route.is_call:
+            return self._is_without_service(route)
         key = route.key[0]
         silent, cover = self._presence.around(key)
         if silent:
@@ -311,6 +316,18 @@ class ZenohSender:
             declared = self._publishers[route.key] = declared._replace(watch=watch)
         route.watch = declared.watch
         return declared.watch is not None and declared.watch.is_nobody()
+
+    def _is_without_service(self, route: _KeyRoute) -> bool:
+        """True if nobody listens for requests on this route."""
+        if time.monotonic() < self._settled_at:
+            self._await_match(route)
+        if route.watch is None:
+            if self.publishers < PUBLISHERS_MAX:
+                route.watch = self._presence.method(route.key[0])
+            if route.watch is None:
+                self.unprobed += 1
+                return False
+        return route.watch.is_nobody()
 
     def _declare(self, route: _KeyRoute) -> bool:
         if not self._has_capacity():

@@ -33,6 +33,7 @@ from transports.certificates import TlsFiles
 from transports.listeners import Filter
 from transports.zenoh import mapping, probe
 from transports.zenoh.config import ZenohConfig, linked
+from transports.zenoh.older import OlderLayout
 from transports.zenoh.presence import HeardNews
 from transports.zenoh.receiver import Receiver
 from transports.zenoh.sender import FLUSH_KEY, NO_PEER, Unread, ZenohSender, answer_flush, translate
@@ -57,6 +58,8 @@ RENEWAL_LOOK_S: Final = 10.0  # between two checks of the TLS files of a transpo
 REOPEN_MS_MIN: Final = 200  # the first pause between two attempts to open the session after a renewal
 REOPEN_MS_MAX: Final = 10_000  # the longest one
 LOOK_S: Final = 0.5  # between two checks of the sender
+KNOWN_S_MAX: Final = 1.0  # that a new listener waits for linked peers which do not answer
+KNOWN_PEERS_MAX: Final = 16  # peers that are asked: an application has a few, and a router may have thousands
 REPORTED_AFTER_S: Final = 1.0  # without progress: the first batch after a link may wait for SETTLE_S_MAX
 ANSWER_S_MAX: Final = 1.0  # for a peer to answer that it reads
 ASK_AGAIN_S: Final = 5.0  # between two queries to a peer that counts as lost while Zenoh still has a link to it
@@ -299,6 +302,8 @@ class ZenohTransport(TransportBase):
         self._on_heard: list[HeardCallback] = []
         self._news = HeardNews(self._sends, lambda keys: tell(self._on_heard, keys))
         self._unprobed = 0  # in earlier sessions
+        self._older = OlderLayout(self.authority)
+        self._seeks_older = False  # the owner is a streamer, and its listeners are registered
         self._addresses: Cache[tuple[bytes, bytes | None], str] = Cache(ROUTES_CACHED_MAX)
         # a second `open` meanwhile would find the port in use, or make a session that nobody closes
         self._opening = asyncio.Lock()
@@ -315,16 +320,19 @@ class ZenohTransport(TransportBase):
 
     @property
     def dropped(self) -> Counter[str]:
-        """Also `unwanted`: messages of a subscription that covers many filters, none of which matches."""
+        """Also `unwanted`: messages of a subscription that covers many filters, none of which matches;
+        and `older_layout`: see older.py."""
         dropped = self.listeners.dropped
         if self._receiver.unwanted:
             dropped["unwanted"] = self._receiver.unwanted
+        if self._older.messages:
+            dropped["older_layout"] = self._older.messages
         return dropped
 
     @property
     def unprobed(self) -> int:
-        """Publishes that were sent without knowing whether anybody listens, at the limit of declared publishers.
-        Counted only with `tells_absence`."""
+        """Publishes and requests that were sent without knowing whether anybody listens, at the limit of declared
+        publishers. Counted only with `tells_absence`."""
         return self._unprobed + (self._sender.unprobed if self._sender is not None else 0)
 
     def address_of(self, source: UUri, sink: UUri | None) -> str:
@@ -370,6 +378,24 @@ class ZenohTransport(TransportBase):
         )
         for transport in session.info.transports():
             self._on_peer(transport, True)
+        if self._seeks_older:
+            self._declare_older()
+
+    def all_registered(self) -> None:
+        """Listen also to older layouts of keys, which only a streamer does: others would pay for messages that they can
+        do nothing about."""
+        self._seeks_older = True
+        self._declare_older()
+
+    def _declare_older(self) -> None:
+        loop, sender = self._loop, self._sender
+
+        def later(call: Callable[[], None]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(loop.run_in_executor, None, call)
+
+        if sender is not None:
+            loop.run_in_executor(None, self._older.declare, sender.session, later)
 
     def _join(self) -> zenoh.Session:
         """Open a session, on a thread of its own.
@@ -433,6 +459,7 @@ class ZenohTransport(TransportBase):
         if not flush.done():
             log.warning(UNREAD, authority=self.authority, waited_s=CLOSE_S_MAX)
         await self._leave(sender)
+        self._older.forget_session()
         for peer in list(self._peers):
             self._lost(peer)
 
@@ -441,6 +468,10 @@ class ZenohTransport(TransportBase):
         files = self._renewals.troubles if self._renewals is not None else []
         stall = self._stalls.trouble if self._stalls is not None else ""
         return [*files, stall] if stall else files
+
+    @property
+    def notes(self) -> list[str]:
+        return self._older.notes
 
     async def _drain(self) -> None:
         async with self.registering:
@@ -540,7 +571,8 @@ class ZenohTransport(TransportBase):
         self._receiver.want([(mapping.filter_key(filter.source, filter.sink, self.authority), filter)])
 
     async def listen(self, filter: Filter) -> None:
-        """Other sessions learn about the subscription a moment later; until then their messages do not come."""
+        """The linked sessions know the subscription when this returns, unless one does not answer within KNOWN_S_MAX.
+        Those behind a router learn about it a moment later; until then their messages do not come."""
         key = mapping.filter_key(filter.source, filter.sink, self.authority)
         if self._receiver.want([(key, filter)]):
             await self._declare([key], f"subscribing to {key}")
@@ -589,6 +621,9 @@ class ZenohTransport(TransportBase):
         except zenoh.ZError as error:
             self._receiver.unwant(new)
             raise translate(error, doing) from None
+        if new:
+            # a peer that answers has read the subscriptions, which have left before the question
+            await asyncio.to_thread(sender.silent, list(self._peers)[:KNOWN_PEERS_MAX], KNOWN_S_MAX)
 
 
 _CLOSED: Final = UStatus(

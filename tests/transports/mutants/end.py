@@ -298,7 +298,7 @@ class HubTransport(UTransport):
             return refusal
         body = self.encode(message)
         bytes_max = self.bytes_max()
-        kind = IF_HEARD if self.tells_absence and message.attributes.type == attrs.PUBLISH else SEND
+        kind = IF_HEARD if self.tells_absence and message.attributes.type in (attrs.PUBLISH, attrs.REQUEST) else SEND
         return too_large(len(body), bytes_max) if len(body) > bytes_max else self._post(kind, body)
 
     def bytes_max(self) -> int:

@@ -225,7 +225,7 @@ class AbsentComesLater(HubTransport):
 
 @fault(
     "a notification that nobody hears is answered as a publish is",
-    "test_only_a_publish_waits_for_somebody_who_listens",
+    "test_only_a_publish_or_request_needs_somebody_who_listens",
 )
 class NotificationsWait(HubTransport):
     def _post(self, kind: int, body: bytes) -> asyncio.Future[bytes]:
