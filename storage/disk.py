@@ -24,7 +24,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple, Self, TypeVar
 
-from storage import faults
+from storage import faults, looking
 from storage.faults import NO_RESERVE, Reserve
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
@@ -67,6 +67,21 @@ def _keep_private(path: Path) -> None:
                 os.chmod(name, PRIVATE)
     with contextlib.suppress(OSError):  # SQLite reports it
         os.close(private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+
+
+def _connect(uri: str, factory: type[sqlite3.Connection]) -> sqlite3.Connection:
+    return sqlite3.connect(
+        uri,
+        uri=True,
+        isolation_level=None,
+        check_same_thread=False,
+        timeout=BUSY_TIMEOUT_S,
+        cached_statements=STATEMENTS_CACHED,
+        factory=factory,
+    )
+
+
+IS_FOLDER: Final = "it is a folder, not a file"
 
 
 class InUseError(Exception):
@@ -180,22 +195,28 @@ class Disk:
         return faults.free_bytes(path)
 
     def connect(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
-        """Returns a connection in autocommit mode that may be used from any thread. `read_only`: nothing is written,
-        and the write-ahead log stays unchanged."""
+        """Returns a connection in autocommit mode that may be used from any thread. `read_only`: of a file that this
+        process owns; its write-ahead log stays unchanged, but SQLite may make a missing one, and its index."""
         if not read_only:
             _keep_private(path)
-        return sqlite3.connect(
-            f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}",
-            uri=True,
-            isolation_level=None,
-            check_same_thread=False,
-            timeout=BUSY_TIMEOUT_S,
-            cached_statements=STATEMENTS_CACHED,
-        )
+        return _connect(f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}", sqlite3.Connection)
+
+    def look(self, path: Path) -> sqlite3.Connection:
+        """Returns such a connection to a file that this process does not own. Nothing is written, not even beside the
+        file, so that its folder need not be writable."""
+        return looking.connect(path, _connect)
 
     def lock(self, path: Path) -> Lock:
         """Returns a lock that ends when it is released, or with the process. Raises InUseError."""
         return Lock(path)
+
+    def require_not_in_use(self, path: Path) -> None:
+        """Raises InUseError if a process has the lock file `path`. Writes nothing."""
+        with path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InUseError(file.read().strip() or "unknown") from None
 
     def mark(self, path: Path) -> Mark:
         return Mark(path)
@@ -291,6 +312,49 @@ class FileKind:
             raise _refused(f"the {self.what} {path} has {known}: use a newer program, or configure another path")
         return version
 
+    def require_migrations(self, version: int, path: Path) -> None:
+        """Raises FAILED_PRECONDITION if a file of `version` is too old to be migrated to the current one."""
+        for step in range(version, self.version):
+            if step not in self.migrations:
+                raise self.refusal(path, f"it has format {step}, which is too old to migrate")
+
+    def examine(self, db: sqlite3.Connection, path: Path, *, whole: bool = True) -> int | None:
+        """Returns the version; None for an empty file. `whole`: look for damage. Raises sqlite3.Error,
+        FAILED_PRECONDITION (not ours, newer), DamagedError."""
+        db.text_factory = any_text
+        version = self.version_of(db, path)
+        if version is None:
+            return None
+        wrong, size = self.check(db), path.stat().st_size
+        if whole and not wrong and size <= self.quick_bytes_max:
+            check = "integrity_check" if size <= self.whole_bytes_max else "quick_check"
+            (wrong,) = db.execute(f"PRAGMA {check}(1)").fetchone()
+        if wrong not in ("", "ok"):
+            raise faults.DamagedError(str(wrong))
+        return version
+
+    def in_use(self, path: Path, process: InUseError) -> UStatusError:
+        """ALREADY_EXISTS: another process has the file."""
+        why = f"is in use by process {process}: stop that one, or configure another path"
+        return UStatusError(UCode.ALREADY_EXISTS, f"the {self.what} {path} {why}")
+
+    def require_usable(self, path: Path, disk: Disk = REAL_DISK, *, whole: bool = True) -> None:
+        """Raises what opening the file for writing would raise, and writes nothing: FAILED_PRECONDITION (a folder,
+        another program's, newer, too old), DamagedError, and as `not_opened`. A missing file is no mistake."""
+        if path.is_dir():
+            raise self.refusal(path, IS_FOLDER)
+        try:
+            if not path.exists() or not path.stat().st_size:
+                return
+            with contextlib.closing(disk.look(path)) as db:
+                version = self.examine(db, path, whole=whole)
+        except (sqlite3.Error, OSError, faults.DamagedError) as error:
+            if faults.is_damage(error):
+                raise faults.DamagedError(str(error)) from None
+            raise self.not_opened(error, path) from None
+        if version:
+            self.require_migrations(version, path)
+
     def require_there(self, path: Path) -> None:
         """Raises INVALID_ARGUMENT if no file is at `path`."""
         if not path.exists():
@@ -331,8 +395,7 @@ class SqliteFile:
         try:
             self._lock = self.disk.lock(self.beside(".lock"))
         except InUseError as owner:
-            why = f"is in use by process {owner}: stop that one, or configure another path"
-            raise UStatusError(UCode.ALREADY_EXISTS, f"the {self.kind.what} {self.path} {why}") from None
+            raise self.kind.in_use(self.path, owner) from None
 
     def close(self) -> None:
         """May be called twice."""
@@ -365,23 +428,13 @@ class SqliteFile:
         """
         kind, path, self.version, self._identity = self.kind, self.path, 0, None
         if path.is_dir():
-            raise kind.refusal(path, "it is a folder, not a file")
-        size = path.stat().st_size if path.exists() else 0
-        if not size:
+            raise kind.refusal(path, IS_FOLDER)
+        if not path.exists() or not path.stat().st_size:
             return False
         with contextlib.closing(self.disk.connect(path, read_only=True)) as db:
-            db.text_factory = any_text
-            version = kind.version_of(db, path)
-            if version is None:
-                return False
-            self.version = version
-            wrong = kind.check(db)
-            if not wrong and size <= kind.quick_bytes_max:
-                check = "integrity_check" if size <= kind.whole_bytes_max else "quick_check"
-                (wrong,) = db.execute(f"PRAGMA {check}(1)").fetchone()
-        if wrong not in ("", "ok"):
-            raise faults.DamagedError(str(wrong))
-        return True
+            version = kind.examine(db, path)
+        self.version = version or 0
+        return version is not None
 
     def make(self, fill: Step) -> None:
         """Replace the file by a new one with the content that `fill` writes. It is written under another name first, so
@@ -411,9 +464,8 @@ class SqliteFile:
         if stamped and version == kind.version:
             return False
         with transaction(db):
+            kind.require_migrations(version, self.path)
             for step in range(version, kind.version):
-                if step not in kind.migrations:
-                    raise kind.refusal(self.path, f"it has format {step}, which is too old to migrate")
                 kind.migrations[step](db)
             kind.stamp(db)
         return version != kind.version

@@ -26,6 +26,7 @@ from uprotocol import uri as uris
 from uprotocol.core.usubscription.wire import ENTITY_TYPE
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider
+from usubscription.inspect import utc_time
 from usubscription.remote import AUDIT_MS, TIMEOUT_MS
 from usubscription.service import MayReset, USubscriptionService
 
@@ -105,10 +106,21 @@ async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready) -> Non
         try:
             state = {"ready": service.store.trouble is None, "service": "core.usubscription"}
             trouble = {"trouble": service.store.trouble} if service.store.trouble is not None else {}
-            ready({**state, "authority": config.authority, "transport": config.transport, **trouble})
+            ready(
+                {**state, "authority": config.authority, "transport": config.transport, **trouble, **note_of(service)}
+            )
             await stop.wait()
         finally:
             await service.stop()
+
+
+def note_of(service: USubscriptionService) -> dict[str, str]:
+    """Returns {"note": that the store is new}, as long as other services may have to be told; else nothing."""
+    database = service.store.database
+    if database.new_since_ms is None:
+        return {}
+    what = "are those of an older copy" if database.is_copy else "are new"
+    return {"note": f"the subscriptions {what} since {utc_time(database.new_since_ms)}"}
 
 
 def run(config: ServiceConfig, ready: Ready = lambda state: print(json.dumps(state), flush=True)) -> int:

@@ -125,7 +125,7 @@ def _entry(row: Row, link: RemoteLink | None = None) -> ViewEntry:
         "topic": _text(row.topic),
         "subscriber": _text(row.subscriber),
         "status": row.status.name,
-        "expires": _time(row.expires_ms) if row.expires_ms is not None else None,
+        "expires": utc_time(row.expires_ms) if row.expires_ms is not None else None,
         "sample_period_ms": row.sample_period_ms,
     }
     if link is not None and link.command is Command.SUBSCRIBE:
@@ -133,6 +133,6 @@ def _entry(row: Row, link: RemoteLink | None = None) -> ViewEntry:
     return entry
 
 
-def _time(milliseconds: int) -> str:
-    """ISO 8601 with milliseconds, in UTC."""
+def utc_time(milliseconds: int) -> str:
+    """Returns Unix milliseconds as ISO 8601 with milliseconds, in UTC."""
     return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,12 +23,20 @@ import structlog
 from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.asking import CommandQueue, Services, end
-from uprotocol.core.usubscription.wire import CODECS, ENTITY_TYPE, SUBSCRIBE, UNSUBSCRIBE, Subscription, to_uri
+from uprotocol.core.usubscription.wire import (
+    CODECS,
+    ENTITY_TYPE,
+    SUBSCRIBE,
+    UNSUBSCRIBE,
+    StoreSaid,
+    Subscription,
+    to_uri,
+)
 from uprotocol.pacing import Backoff
 from uprotocol.status import FINAL, UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription.audit import Auditor, Partners
+from usubscription.audit import AuditAnswer, Auditor, Partners
 from usubscription.notifier import ChangeNotifier
 from usubscription.state import (
     Answered,
@@ -122,8 +131,11 @@ class Remote:
         *,
         timeout_ms: int = TIMEOUT_MS,
         audit_ms: int = AUDIT_MS,
+        neighbours: Collection[str] = (),
         runtime: Runtime = REAL,
     ) -> None:
+        """`neighbours`: authorities whose services may have agreed something with an earlier store of ours."""
+        self._neighbours = [(authority, major) for authority in neighbours for major in CODECS]
         self._authority, self.store, self.notifier, self._timeout_ms = authority, store, notifier, timeout_ms
         self.random = runtime.rng.random
         self._locals = {major: LocalUriProvider(authority, ENTITY_TYPE, major) for major in CODECS}
@@ -142,6 +154,7 @@ class Remote:
             is_busy=lambda topic: topic[0] in self.commands and self.commands[topic[0]].is_busy(topic),
             interval_ms=audit_ms,
             random=self.random,
+            now_ms=runtime.now_ms,
         )
         self._open = False
         transport.on_connection(self._connection_changed)
@@ -154,11 +167,15 @@ class Remote:
         await self._services.open()
         last = await self.store.read(lambda reader: reader.outbox_last())
         links = await self.store.read(lambda reader: reader.links())
+        for partner in await self.store.read(lambda reader: reader.subscribing()):
+            self.subscribed(*partner)
         for topic, link in links:
             self.update(topic, link, last)
         if self.partners.known or any(link.command is None for _, link in links):
             self.auditor.now()
         self.auditor.start()
+        for neighbour in self._neighbours:
+            self.auditor.notify(neighbour)
 
     async def stop(self) -> None:
         """Unanswered commands are repeated after the next start."""
@@ -184,6 +201,27 @@ class Remote:
             if len(self._recent) > RECENT_MAX:
                 del self._recent[next(iter(self._recent))]
         commands.update(topic, link, after)
+
+    def subscribed(self, authority: str, major: int) -> None:
+        """A service of another authority has a subscription here."""
+        if major in CODECS and not self.store.database.owns(authority):
+            self.partners.note((authority, major))
+            self.auditor.notify((authority, major))
+
+    def arrived_from(self, authority: str) -> None:
+        """A message of another authority has arrived: its service may have to be told of our store."""
+        if self._open and not self.store.database.owns(authority):
+            self.auditor.arrived_from(authority)
+
+    def heard(self, authority: str, major: int, store: bytes) -> StoreSaid:
+        """A service asks for its subscriptions here, and names its store. Returns what to answer, without `links`."""
+        is_news = self.partners.learn(authority, store)
+        if (commands := self.commands.get(authority)) is not None:
+            # it is available; what it was asked may be lost with an earlier store
+            commands.retry_now(connected=is_news)
+        if is_news:
+            self.auditor.has_other_store(authority, major)
+        return StoreSaid(self.store.database.id, self.partners.stores[authority].former)
 
     def forget_all(self) -> None:
         """Drop all commands after a Reset; an audit finds the subscriptions that other services still have."""
@@ -234,18 +272,28 @@ class Remote:
             for commands in list(self.commands.values()):
                 commands.retry_now(connected=True)
             self.auditor.now()
+            self.auditor.hurry(self._neighbours)
 
-    async def _fetch(self, authority: str, major: int, most: int) -> dict[Key, Status]:
+    async def _fetch(self, authority: str, major: int, most: int, timeout_ms: int | None) -> AuditAnswer:
         """Our subscriptions in that service. Raises UStatusError; DATA_LOSS for an answer that can't be read or has
         more than `most` entries. Such an answer ends no subscription."""
         found: dict[Key, Status] = {}
-        own = self._locals[major].get_source()
-        async for page in self._services.listed(authority, major, None, own, AUDIT_CALL_MS):
+        said: list[StoreSaid] = []
+        pages = self._services.listed(
+            authority,
+            major,
+            None,
+            self._locals[major].get_source(),
+            AUDIT_CALL_MS if timeout_ms is None else min(timeout_ms, AUDIT_CALL_MS),
+            store=self.store.database.id,
+            on_store=said.append,
+        )
+        async for page in pages:
             if len(found) > most:
                 why = f"the uSubscription of {authority} claims to have more than {most} subscriptions of ours"
                 raise UStatusError(UCode.DATA_LOSS, why)
             found |= {uris.key(one.topic): one.status for one in page}
-        return found
+        return AuditAnswer(found, said[0] if said else StoreSaid())
 
 
 @dataclass(slots=True, eq=False)

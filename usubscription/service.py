@@ -53,7 +53,9 @@ from uprotocol.core.usubscription.wire import (
     V3,
     V3_CODEC,
     V4,
+    WANTING,
     PageLimits,
+    StoreSaid,
     Subscribe,
     Unsubscribe,
     service,
@@ -311,8 +313,12 @@ class USubscriptionService:
         drain_ms_max: int = DRAIN_MS_MAX,
         also: Iterable[str] = (),
         reset: MayReset = "linked",
+        neighbours: Iterable[str] = (),
     ) -> None:
-        """`also`: other authorities, or families like `*.vin123`, that have no uSubscription of their own: this one
+        """`neighbours`: authorities with a uSubscription of their own, which may know an earlier store of this one. If
+        the store is new, they are asked; so are those in `remote_majors`, and those from which something arrives.
+
+        `also`: other authorities, or families like `*.vin123`, that have no uSubscription of their own: this one
         serves them.
 
         `reset`: what a Reset by another uSubscription service ends: what it shares with this one ("linked"), everything
@@ -328,7 +334,14 @@ class USubscriptionService:
         self.store = SubscriptionStore(database, self._committed, self._answered, self._in_trouble, runtime=runtime)
         self.notifier = ChangeNotifier(transport, authority, self.store, gate.responses, self.also)
         self.remote = Remote(
-            gate, authority, self.store, self.notifier, timeout_ms=remote_timeout_ms, audit_ms=audit_ms, runtime=runtime
+            gate,
+            authority,
+            self.store,
+            self.notifier,
+            timeout_ms=remote_timeout_ms,
+            audit_ms=audit_ms,
+            neighbours=sorted({*neighbours, *(remote_majors or ())} - {authority}),
+            runtime=runtime,
         )
         self._servers = {
             major: InMemoryRpcServer(
@@ -438,9 +451,7 @@ class USubscriptionService:
 
     async def _halt(self) -> None:
         """Stop everything that is not caused by a request."""
-        await end(self._expirer)
-        await self.remote.stop()
-        await self.notifier.stop()
+        await asyncio.gather(end(self._expirer), self.remote.stop(), self.notifier.stop())
 
     def _in_trouble(self) -> None:
         if self._started:
@@ -498,13 +509,24 @@ class USubscriptionService:
         page = self._page
         if codec.major == 4 and asked.after is None:  # as in the specification: everything at once
             page = PageLimits(SUBSCRIPTIONS_MAX, self._message_bytes_max, asked=False)
+        said = self._heard(codec.major, request, asked.store)
 
         def fetch(reader: StoreReader) -> Message:
+            named = said
+            if named is not None and named.former:
+                named = named._replace(links=reader.link_count(self._host(request)))
             rows = reader.each(asked.topic, asked.subscriber, now_ms, after=asked.after or 0, offset=asked.offset)
             with contextlib.closing(rows):  # it may have more rows than were read
-                return codec.fetched(rows, page)
+                return codec.fetched(rows, page, named)
 
         return await self.store.read(fetch, lane=LONG)
+
+    def _heard(self, major: int, request: UMessage, store: bytes) -> StoreSaid | None:
+        """Returns what to say about stores to a service that has named its own; None to others."""
+        host, source = self._host(request), request.attributes.source
+        if not store or source.ue_id & 0xFFFF != ENTITY_TYPE or self.store.database.owns(host):
+            return None
+        return self.remote.heard(host, major, store)
 
     def _fetch_subscribers(self, _: V3, request: UMessage) -> Message | Awaitable[Message]:
         topic, offset = V3_CODEC.read_fetch_subscribers(request, self._host(request))
@@ -538,6 +560,9 @@ class USubscriptionService:
                 if inspect.isawaitable(result):
                     async with asyncio.timeout(HOOK_MS_MAX / 1000):
                         await result
+            except TimeoutError:
+                what = "subscriptions are answered before a hook on their changes has ended"
+                log.warning(what, hook=repr(hook), waited_s=HOOK_MS_MAX / 1000)
             except Exception:
                 log.exception("a hook on subscription changes failed", hook=repr(hook))
 
@@ -552,6 +577,9 @@ class USubscriptionService:
             if outcome.changes:
                 self.notifier.add(outcome.changes, outcome.request)
             for stored in outcome.changes:
+                authority, ue_id, version, _ = stored.change.subscriber
+                if ue_id & 0xFFFF == ENTITY_TYPE and stored.change.status in WANTING:
+                    self.remote.subscribed(authority, version)
                 expires_ms = stored.change.expires_ms
                 if expires_ms is not None and (self._next_expiry_ms is None or expires_ms < self._next_expiry_ms):
                     self._next_expiry_ms = expires_ms

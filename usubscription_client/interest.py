@@ -77,6 +77,7 @@ class InterestSource:
 
     can_list = True  # False: it knows only topics that it was asked about
     healthy = True  # False while its data may be stale
+    is_ours = False  # True: no other gateway serves its subscriptions
     complete = False  # True from the first complete answer after a start
 
     def __init__(self, name: str, scope: str | None = None, subscriptions_max: int = SUBSCRIPTIONS_MAX) -> None:
@@ -115,6 +116,13 @@ class InterestSource:
             for (authority, *_), want in entry.subscribers.items():
                 wants[authority] = _both(wants[authority], want) if authority in wants else want
         return entry.wants
+
+    def subscriber(self, topic: Key, authority: str) -> UUri | None:
+        """Returns the first subscriber of `authority` to exactly `topic`."""
+        entry = self._topics.get(topic)
+        keys = (key for key in entry.subscribers if key[0] == authority) if entry is not None else ()
+        first = next(iter(keys), None)
+        return None if first is None else to_uri(first)
 
     def topics(self) -> list[UUri]:
         return [entry.uri for entry in self._topics.values()]
@@ -392,6 +400,14 @@ class Interest:
         """Which authorities have subscribed to exactly `topic`, which may be a pattern."""
         key = uris.key(topic)
         return merge([source.wants_by_name(key) for source in self.sources])
+
+    def subscriber(self, topic: Key, authority: str) -> UUri | None:
+        """Returns one subscriber of `authority` to exactly `topic`."""
+        return next(filter(None, (source.subscriber(topic, authority) for source in self.sources)), None)
+
+    def is_ours(self, topic: Key, authority: str) -> bool:
+        """True if a source whose subscriptions no other gateway serves knows a subscription of `authority`."""
+        return any(source.is_ours and authority in source.wants_by_name(topic) for source in self.sources)
 
     def topics(self) -> list[UUri]:
         """Every topic and pattern that somebody wants, once each."""

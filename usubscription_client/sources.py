@@ -91,6 +91,10 @@ class SavedInterest:
             log.warning("the saved interest can't be used: the service is asked", why=error.message)
             return []
 
+    def require_readable(self) -> None:
+        """Raises FAILED_PRECONDITION if there is a file that can't be read."""
+        self._file.load()
+
     def changed(self, _: Topics = None) -> None:
         """Save soon."""
         if self._due is None:
@@ -376,6 +380,8 @@ class EmbeddedInterest(InterestSource):
     `saved`: a file that keeps the interest over a restart, in case the service's own file is damaged then.
     """
 
+    is_ours = True
+
     def __init__(self, service: EmbeddedService, saved: Path | None = None, runtime: Runtime = REAL) -> None:
         super().__init__(service.authority)
         self._service, self.also = service, service.also
@@ -423,6 +429,8 @@ def _subscription(entry: Entry) -> Subscription:
 class StaticFile(InterestSource):
     """The interest in the JSON file at `path`, in the format of the Rust streamer: topic -> its subscribers, such as
     `{"//authority-b/3039/1/8001": ["//authority-a/5678/1/1234"]}`. It is read at the start and at every refresh."""
+
+    is_ours = True
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(str(path), scope=uris.WILDCARD_AUTHORITY)

@@ -245,9 +245,7 @@ class GroupEpochs(abc.ABC):
     def resume(self, report: GroupFrontier, now: float) -> None:
         """Continue from the last report before a restart. Raises FAILED_PRECONDITION if it is of another kind."""
         kept = report.kept
-        if kept.kind != self.kind:
-            what = f"the epochs of {self.group.name!r} were kept by {kept.kind}, and its readers know them so"
-            raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}: give what is kept by {self.kind} another name")
+        require_kind(self.group.name, kept.kind, self.kind)
         held = self._resumed(report, now)
         self.version = report.version
         self.frontier = Frontier(held, *(map(time_of, one) for one in (kept.seen, kept.passed, kept.floor)))
@@ -257,6 +255,13 @@ class GroupEpochs(abc.ABC):
     def _resumed(self, report: GroupFrontier, now: float) -> list[Time]:
         """Returns the times that are held."""
         return list(map(time_of, report.lower))
+
+
+def require_kind(group: str, before: str, now: str) -> None:
+    """Raises FAILED_PRECONDITION if the epochs of a group were of another kind."""
+    if before != now:
+        what = f"the epochs of {group!r} were kept by {before}, and its readers know them so"
+        raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}: give what is kept by {now} another name")
 
 
 class Buckets(GroupEpochs):

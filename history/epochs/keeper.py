@@ -12,9 +12,12 @@ in several logs is reported in each of them: an epoch is over when it is over in
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import structlog
@@ -30,10 +33,13 @@ from history.epochs.groups import (
     IncomingRecord,
     Progress,
     PublisherAddress,
+    require_kind,
 )
+from history.file.reader import whole_at
 from history.file.writer import Append
 from history.log.log import Log, position_before
-from history.records.chunk import is_publish, message_id
+from history.records.chunk import CorruptChunkError, is_publish, message_id
+from storage.disk import REAL_DISK, Disk
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, GroupFrontier, ProgressRequest, ProgressResponse
@@ -47,6 +53,22 @@ GROUPS_MAX: Final = 16  # each frontier names all groups
 RETRY_S: Final = 1.0  # after a log has refused a frontier
 
 log = structlog.get_logger()
+
+
+def require_same_kinds(path: Path, topic: UUri, groups: Mapping[str, str], disk: Disk = REAL_DISK) -> None:
+    """Raises what `Keeper.open` would raise for the log at `path`: FAILED_PRECONDITION if one of the `groups`, with
+    their kinds, had epochs of another kind. What can't be read counts as no epochs. Writes nothing, and blocks."""
+    with contextlib.suppress(OSError, sqlite3.Error, CorruptChunkError, DecodeError, ValueError):
+        with contextlib.closing(disk.look(path)) as db:
+            source = topic.SerializeToString()
+            found = db.execute("SELECT max(newest_seq) FROM stream WHERE source = ? AND sink IS NULL", (source,))
+            (seq,) = found.fetchone()
+            (first,) = db.execute("SELECT max(first_seq) FROM chunk WHERE first_seq <= ?", (seq,)).fetchone()
+            chunk = whole_at(db, first)
+        report = Frontier.FromString(chunk.messages[chunk.seqs.index(seq)].payload)
+        for one in report.groups:
+            if one.group in groups and one.kept.kind:
+                require_kind(one.group, one.kept.kind, groups[one.group])
 
 
 @dataclass(eq=False)

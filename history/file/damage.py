@@ -32,7 +32,11 @@ INDEX: Final = "index"
 STRUCTURE: Final = "structure"  # SQLite's own pages, found while the log was in use
 NETWORK: Final = "network"  # a network lost messages before they arrived here; it is unknown which
 SUBSCRIPTIONS: Final = "subscriptions"  # the store beside the log lost changes of subscriptions
-OTHERS: Final = frozenset({NETWORK, SUBSCRIPTIONS})
+DROPPED: Final = (
+    "dropped"  # messages that arrived, and were dropped although their network was told that they were taken
+)
+EMPTIED: Final = "emptied"  # what is stored is new, and others knew what was stored before
+OTHERS: Final = frozenset({NETWORK, SUBSCRIPTIONS, DROPPED, EMPTIED})
 """Kinds of losses of other parts; kept here because a person has to see them, too."""
 PASSING: Final = frozenset({NETWORK})
 """Kinds that need no repair: they may count as acknowledged after they were reported for long enough."""
@@ -68,6 +72,11 @@ class Ledger:
     def open(self) -> list[Damage]:
         """Returns the damage that nobody has acknowledged, in the order in which it was found."""
         return [damage for damage, acknowledged in self._rows.values() if not acknowledged]
+
+    @property
+    def open_rows(self) -> dict[int, Damage]:
+        """Returns the same by number of the row."""
+        return {number: damage for number, (damage, acknowledged) in self._rows.items() if not acknowledged}
 
     @property
     def rows(self) -> list[StoredRow]:
@@ -110,6 +119,21 @@ class Ledger:
                 self._rows[number] = (known._replace(when_ms=damage.when_ms), False)
                 return (number, *self._rows[number][0], 0)
         return None
+
+    def is_open(self, number: int) -> bool:
+        """Returns True if the row exists, and nobody has acknowledged it."""
+        return number in self._rows and not self._rows[number][1]
+
+    def put(self, damage: Damage, number: int | None = None) -> tuple[int, StoredRow]:
+        """Add a loss of another part that grows; `number`: of its open row, whose text is replaced. The caller bounds
+        how many rows are open. Returns the number, and the row to write."""
+        if number is None and len(self._rows) >= DAMAGE_MAX:
+            seen = (one for one, (known, acknowledged) in self._rows.items() if acknowledged and known.kind in OTHERS)
+            number = next(seen, None)
+        if number is None:
+            number = max(self._rows, default=0) + 1
+        self._rows[number] = (damage, False)
+        return number, (number, *damage, 0)
 
     def acknowledge(self, is_due: Callable[[Damage], bool] = lambda _: True) -> list[StoredRow]:
         """Acknowledge the open damage that `is_due`. Returns the rows to write."""

@@ -140,6 +140,7 @@ class Loaded:
     unindexed: list[Unindexed] = field(default_factory=list)  # chunks since the last checkpoint
     dirty: set[int] = field(default_factory=set)  # streams that grew since then
     is_index_trusted: bool = True
+    new_since_ms: int | None = None  # this open made the file, an earlier one is unknown (Unix ms)
 
     @property
     def start_seq(self) -> int:

@@ -114,6 +114,8 @@ class Opening:
         self.loaded = Loading(db, marked, mark_trouble, self._now_ms(), self._runtime.random_bytes).run()
         if is_new or damage:
             self.loaded.found = self.loaded.ledger.open
+        if is_new and not damage:
+            self.loaded.new_since_ms = self._now_ms()
         # the head helps after later damage; a full disk must not prevent reading
         with contextlib.suppress(OSError, sqlite3.Error):
             if empty_wal(db, WAL_WAIT_MS):

@@ -69,7 +69,7 @@ def verify(path: Path, disk: Disk = REAL_DISK) -> VerifyReport:
         marked = str(error)
     watch = _Watch(path)
     try:
-        with contextlib.closing(disk.connect(path, read_only=True)) as db:
+        with contextlib.closing(disk.look(path)) as db:
             db.text_factory = any_text
             db.set_progress_handler(watch.look, STEPS_PER_LOOK)
             db.execute("BEGIN")  # a snapshot, whatever is appended meanwhile

@@ -51,6 +51,8 @@ _REASONS: Final = {  # of damage: the keys of `dropped`
     kinds.RECORDS: "corrupt_chunks",
     kinds.NETWORK: "network_loss",
     kinds.SUBSCRIPTIONS: "subscriptions_loss",
+    kinds.DROPPED: "dropped_messages",
+    kinds.EMPTIED: "emptied",
 }
 
 log = structlog.get_logger()
@@ -105,17 +107,34 @@ class LogLosses:
             if row is not None:
                 self._storage.save(LogChanges(damage=[row]))
 
+    def put(self, kind: str, detail: str, number: int | None = None) -> int:
+        """Keep a loss of another part that grows, until a person has acknowledged it. `number`: what the last call for
+        the same loss has returned; once that is acknowledged, a new loss begins. Returns the number for the next call.
+
+        Each call is a write to the disk. The caller bounds how many losses are open."""
+        assert kind in kinds.OTHERS, "the log finds its own damage by itself"
+        damage = self._found(kind, detail)
+        is_new = number is None or not self.ledger.is_open(number)
+        number, row = self.ledger.put(damage, None if is_new else number)
+        self._storage.save(LogChanges(damage=[row]))
+        if is_new:
+            self._tell(damage)
+        return number
+
     def note(self, kind: str, detail: str, after: int = 0, before: int = 0) -> bool:
         """Note damage of this log. Returns False if it was known."""
         damage = self._found(kind, detail, after, before)
         row = self.ledger.add(damage)
         if row is None:
             return False
-        self._count(damage)
         self._storage.save(LogChanges(damage=[row]))
+        self._tell(damage)
+        return True
+
+    def _tell(self, damage: Damage) -> None:
+        self._count(damage)
         for callback in list(self._callbacks):
             callback(damage)
-        return True
 
     def _found(self, kind: str, detail: str, after: int = 0, before: int = 0) -> Damage:
         return Damage(self._now_ms(), kind, after, before, self._incarnation, "", detail)
@@ -129,8 +148,8 @@ class Log(Streams):
 
     Seqs rise by one with each record, and start with 1. They leap over records that were lost with a damaged file,
     which every reader learns as a gap. `incarnation` is 16 random bytes that name this log: a log that was lost and
-    created again has another one. `dropped` counts by reason what could not be kept or read.
-    """
+    created again has another one. `dropped` counts by reason what could not be kept or read. `new_since_ms` (Unix):
+    when this process made the file, with nothing known of an earlier one; else None."""
 
     def __init__(
         self,
@@ -147,7 +166,7 @@ class Log(Streams):
         loaded = storage.loaded
         super().__init__(storage, streams_max, authority_streams_max, forget_after_s)
         self.name, self.incarnation, self.durable = name, loaded.incarnation, storage.durable
-        self.retention_ms, self.retention_bytes = retention_ms, retention_bytes
+        self.new_since_ms, self.retention_ms, self.retention_bytes = loaded.new_since_ms, retention_ms, retention_bytes
         self.holes, self.predecessors = list(loaded.holes), loaded.predecessors
         self.losses = LogLosses(storage, now_ms)
         self.dropped = self.losses.dropped

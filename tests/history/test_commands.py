@@ -119,9 +119,7 @@ async def test_a_follower_that_a_late_duplicate_created_again_is_not_polled(worl
 
 @full
 @pytest.mark.timeout(300)
-async def test_ten_thousand_that_came_and_went_have_left_no_memory(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_thousands_that_came_and_went_have_left_no_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of them polled and were killed, half never came back."""
     monkeypatch.setattr(followers_module, "LEASE_MS_MIN", 0)
     monkeypatch.setattr(followers_module, "SWEEP_S", 0.0)
@@ -149,12 +147,12 @@ async def test_ten_thousand_that_came_and_went_have_left_no_memory(
     try:
         gc.collect()
         before, _ = tracemalloc.get_traced_memory()
-        await come_and_go(1_000, 10_000)
+        await come_and_go(1_000, 3_000)
         gc.collect()
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert after - before < 256 << 10, f"{after - before} bytes more, of 10,000"
+    assert after - before < 128 << 10, f"{after - before} bytes more, of 3,000"
 
 
 async def test_too_many_followers_of_one_authority_leave_room_for_others(world: World) -> None:

@@ -211,7 +211,7 @@ VERSION = range(60, 64)  # in the header of an SQLite file
 FILES = ["l.db", "l.db-wal", "l.db.mark", "l.db.head"]
 
 
-@pytest.mark.parametrize("bits", [25, pytest.param(100, marks=full)])
+@pytest.mark.parametrize("bits", [25, pytest.param(60, marks=full)])
 @pytest.mark.parametrize("file", FILES)
 async def test_a_bit_that_turns_anywhere_moves_nothing_in_silence(
     made: Made, tmp_path: Path, file: str, bits: int

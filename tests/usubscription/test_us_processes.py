@@ -327,3 +327,19 @@ async def test_a_damaged_store_does_not_end_it_and_it_says_so(tmp_path: Path) ->
     assert state["ready"] is False
     assert "0 bytes" in state["trouble"]
     assert "backup" in state["trouble"]
+
+
+async def test_a_new_store_is_a_note_until_others_know_it(tmp_path: Path) -> None:
+    config = process_module.parse(["--authority", "a", "--store", str(tmp_path / "s.db"), "--transport", "local"])
+
+    async def state() -> dict[str, Any]:
+        states: list[dict[str, Any]] = []
+        stop = asyncio.Event()
+        await process_module.serve(config, stop, lambda state: (states.append(state), stop.set())[0])
+        return states[0]
+
+    for _ in range(2):
+        assert (await state())["note"].startswith("the subscriptions are new since 2")
+    with contextlib.closing(sqlite3.connect(tmp_path / "s.db")) as db, db:
+        db.execute("DELETE FROM meta WHERE key = 'untold'")  # as ten minutes do
+    assert "note" not in await state()

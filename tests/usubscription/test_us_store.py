@@ -348,6 +348,28 @@ async def test_answers_come_after_the_commit_and_after_the_hook(path: Path) -> N
     await store.stop()
 
 
+async def test_a_stop_that_is_cancelled_goes_on_and_the_next_one_waits_for_it(path: Path) -> None:
+    hook_may_end = asyncio.Event()
+
+    async def committed(outcomes: Any) -> None:
+        await hook_may_end.wait()
+
+    store = SubscriptionStore(Database(path, "dev1"), committed, lambda outcomes: None, _no_trouble)
+    await store.start()
+    future = store.submit(Subscribe(FAR, APP, 4))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(store.stop(), 0.05)
+    again = asyncio.ensure_future(store.stop())
+    await asyncio.sleep(0)
+    assert not again.done()
+    hook_may_end.set()
+    await again
+    assert (await future).answer is Status.SUBSCRIBE_PENDING
+    await store.start()
+    assert await store.read(lambda reader: reader.count()) == 2
+    await store.stop()
+
+
 async def test_a_question_that_fails_is_an_error_of_its_asker_alone(path: Path) -> None:
     store = SubscriptionStore(Database(path, "dev1"), lambda outcomes: None, lambda outcomes: None, _no_trouble)
     await store.start()

@@ -24,16 +24,20 @@ import structlog
 from storage.disk import REAL_DISK, BadMarkError, Disk, Marked, SqliteFile, read_mark, transaction
 from storage.faults import DamagedError, is_full
 from uprotocol import uri as uris
+from uprotocol import uuid as uuids
 from uprotocol.communication.shares import UNIT_BYTES, Quota, UEntity, weight
+from uprotocol.core.usubscription.wire import STORE_BYTES
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription import state
 from usubscription.state import Change, Key, RemoteLink, Status, Subscribe, TopicEvent, Unsubscribe
 from usubscription.store.reader import StoreReader
 from usubscription.store.tables import (
+    COPY,
     NO_TOPIC,
     PRAGMAS,
     STORE,
+    UNTOLD,
     Client,
     Handled,
     StoredChange,
@@ -120,7 +124,14 @@ class Settle:
     answers."""
 
 
-StoreEvent = Settle | TopicEvent | Commanded | Probe | Register | Unregister | Reset | Sent | Hold | Released
+@dataclass(frozen=True, slots=True)
+class StoreKnown:
+    """The other services know this store."""
+
+
+StoreEvent = (
+    StoreKnown | Settle | TopicEvent | Commanded | Probe | Register | Unregister | Reset | Sent | Hold | Released
+)
 
 
 @dataclass(slots=True)
@@ -160,6 +171,10 @@ class Database:
         self.refused: Counter[str] = Counter()  # by limit
         # committed changes that are missing: the file or its write-ahead log was damaged, or is an older copy
         self.lost_changes = 0
+        self.id = b""  # names this store to other services; an older copy gets another one
+        # the other services do not know this store yet: since when (Unix milliseconds); None: they do
+        self.new_since_ms: int | None = None
+        self.is_copy = False  # it is an older copy of a store; else it was made without subscriptions
         self._make_quotas()
 
     def open(self) -> None:
@@ -167,10 +182,11 @@ class Database:
         self._file.disk.retry_with_reserve(self.path, self._open)
 
     def _open(self) -> None:
+        is_made = not self.path.exists()
         try:
             self.tables.db = open_store(self._file, self.authority)
             self._load()
-            self._compare_mark()
+            self._compare_mark(is_made=is_made)
         except (sqlite3.Error, OSError, DamagedError) as error:
             self.close()
             raise self._file.kind.not_opened(error, self.path) from error
@@ -182,6 +198,10 @@ class Database:
         """May be called twice."""
         self._is_loaded = False
         self._file.close()
+
+    def owns(self, authority: str) -> bool:
+        """True if this is the uSubscription of `authority`."""
+        return uris.is_one_of(authority, self._own)
 
     def reader(self) -> StoreReader:
         return StoreReader(self.path, disk=self._file.disk)
@@ -215,30 +235,36 @@ class Database:
         quota.add(client[:2], more)
         self._added.append((quota, client[:2], more))
 
-    def _compare_mark(self) -> None:
+    def _compare_mark(self, *, is_made: bool) -> None:
         """SQLite silently ignores the rest of a damaged write-ahead log; the mark beside the file has the number of the
-        last change."""
+        last change. A copy that was restored has no mark. `is_made`: this start has made the file."""
         marked: Marked | None = None
         tables, db, path = self.tables, self.tables.db, str(self.path)
         try:
             marked = read_mark(self.path)
         except (OSError, BadMarkError) as error:
             log.warning("the mark of the subscriptions can't be read: a new one is created", path=path, why=str(error))
-        row = db.execute("SELECT value FROM meta WHERE key = 'id'").fetchone()
-        if row is None:  # the id was lost with the write-ahead log: the mark has it, too
-            row = ((os.urandom(16) if marked is None else marked.incarnation).hex(),)
-            try:
-                db.execute("INSERT INTO meta VALUES('id', ?)", row)
-            except sqlite3.OperationalError:  # for example a full disk; the next start tries again
-                return
-        store_id = bytes.fromhex(row[0])
-        if marked is not None and marked.incarnation == store_id and marked.seq > tables.number:
+        meta: dict[str, str] = dict(db.execute("SELECT key, value FROM meta").fetchall())
+        before = dict(meta)
+        # the id is missing if it was lost with the write-ahead log
+        self.id = bytes.fromhex(meta.get("id", marked.incarnation.hex() if marked is not None else ""))
+        if marked is not None and marked.incarnation == self.id and marked.seq > tables.number:
             self.lost_changes = marked.seq - tables.number
             tables.number = marked.seq  # numbers are never used twice
             what = "changes of subscriptions are lost: the end of the store was damaged"
             log.error(what, path=path, changes=self.lost_changes)
+        if not is_made and (marked is None or marked.incarnation != self.id or self.lost_changes):
+            # it was restored or is damaged: other services have to notice that it may lack what they agreed with it
+            self.id = os.urandom(STORE_BYTES)
+            meta |= {UNTOLD: str(uuids.now_ms())} | ({COPY: "1"} if tables.number else {})
+        meta["id"] = self.id.hex()
+        self.new_since_ms, self.is_copy = int(meta[UNTOLD]) if UNTOLD in meta else None, COPY in meta
         try:
-            self._file.begin_mark(store_id, tables.number)
+            db.executemany("INSERT OR REPLACE INTO meta VALUES(?, ?)", meta.items() - before.items())
+        except sqlite3.OperationalError:  # for example a full disk; the next start tries again
+            return
+        try:
+            self._file.begin_mark(self.id, tables.number)
         except OSError as error:
             log.warning("the mark of the subscriptions can't be written", path=path, why=str(error))
 
@@ -303,6 +329,9 @@ class Database:
                 tables.hold(changes)
             case Released(destination, number):
                 tables.delete_held("destination = ? AND number <= ?", (destination, number))
+            case StoreKnown():
+                tables.db.execute("DELETE FROM meta WHERE key IN (?, ?)", (UNTOLD, COPY))
+                self.new_since_ms = None
             case Unregister():
                 self._unregister(event)
             case Settle():

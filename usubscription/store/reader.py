@@ -15,6 +15,7 @@ from typing import Any, Final
 from storage.disk import REAL_DISK, Disk
 from storage.faults import DamagedError
 from uprotocol import uri as uris
+from uprotocol.core.usubscription.wire import ENTITY_TYPE
 from usubscription.state import Key, RemoteLink, Row, Status
 from usubscription.store.tables import PRAGMAS, STORE, URI_IS, StoredChange, read_change, read_link, to_key
 
@@ -28,9 +29,9 @@ class StoreReader:
     """Queries of the committed state, on a connection of its own."""
 
     def __init__(self, path: Path, *, from_outside: bool = False, disk: Disk = REAL_DISK) -> None:
-        """`from_outside`: check that the file is a store of a known version. Raises UStatusError as
+        """`from_outside`: check that the file is a store of a known version, and write nothing. Raises UStatusError as
         FileKind.not_opened, and FAILED_PRECONDITION."""
-        self.path, self._db = path, disk.connect(path)
+        self.path, self._db = path, disk.look(path) if from_outside else disk.connect(path)
         try:
             for setting in (*PRAGMAS, "query_only = ON"):
                 self._db.execute(f"PRAGMA {setting}")
@@ -117,6 +118,19 @@ class StoreReader:
             """SELECT u.authority, l.major FROM link l JOIN uri u ON u.id = l.topic WHERE l.command IS NULL
                GROUP BY u.authority, l.major ORDER BY min(l.generation)"""
         ).fetchall()
+
+    def link_count(self, authority: str) -> int:
+        """The number of links to `authority`."""
+        query = "SELECT count(*) FROM uri u JOIN link l ON l.topic = u.id WHERE u.authority = ?"
+        return int(self._db.execute(query, (authority,)).fetchone()[0])
+
+    def subscribing(self, authority: str | None = None) -> list[tuple[str, int]]:
+        """(authority, major) of other services (`authority`: only its own) that have subscribed here."""
+        # uses the index of addresses, since an audit asks this of one authority
+        which, values = ("", ()) if authority is None else ("c.authority = ? AND", (authority,))
+        query = f"""SELECT DISTINCT c.authority, s.major FROM uri c JOIN subscription s ON s.subscriber = c.id
+                    WHERE {which} c.ue_id & 65535 = {ENTITY_TYPE} AND s.major = c.version"""
+        return self._db.execute(query, values).fetchall()
 
     def registrations(self) -> list[tuple[Key, int, Key | None]]:
         """(client, major, topic; None: everything)."""

@@ -106,6 +106,7 @@ class SubscriptionStore:
         self._reading: dict[str, StoreReader] = {}
         self._batches: asyncio.Queue[Any] = asyncio.Queue()  # bounded by the writer's queue
         self._answering: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._commits = True
         # how the file is damaged, and what to do about it; every request is answered UNAVAILABLE with this text
         self.trouble: str | None = None
@@ -119,6 +120,7 @@ class SubscriptionStore:
     async def start(self) -> None:
         """Open the file. A damaged file is left unchanged, and `trouble` says what is wrong. Raises UStatusError as
         Database.open."""
+        self._closing = None
         try:
             await asyncio.to_thread(self._open)
         except UStatusError as error:
@@ -188,7 +190,13 @@ class SubscriptionStore:
         self.database.close()
 
     async def stop(self) -> None:
-        """Commit and answer what is queued, then close the file. May be called twice."""
+        """Commit and answer what is queued, then close the file. May be called again: all callers wait for the same
+        closing, which goes on if one of them is cancelled."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._stop())
+        await asyncio.shield(self._closing)
+
+    async def _stop(self) -> None:
         writer, readers, self._writer, self._readers = self._writer, self._readers, None, {}
         if writer is not None and self._answering is not None:
             await writer.close()

@@ -2,7 +2,8 @@
 
 open_store(file, authority) -> take -> look | make -> connect -> update -> of this authority? writable?
 
-meta: authority and ids     uri: ids of addresses     subscription, link: input and result of state.step
+meta: authority, ids, and whether the other services know this store     uri: ids of addresses
+subscription, link: input and result of state.step
 registration: clients to be notified     outbox: changes to be sent, ordered by number
 held: changes that a destination has not accepted yet     handled: commands that were handled
 
@@ -11,17 +12,21 @@ held: changes that a destination has not accepted yet     handled: commands that
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from storage.disk import FileKind, SqliteFile, insert_rows, pragma, tables_of
-from storage.faults import DamagedError, is_full
+from storage.disk import REAL_DISK, FileKind, SqliteFile, insert_rows, pragma, tables_of
+from storage.faults import DamagedError, is_damage, is_full
+from uprotocol import uuid as uuids
 from uprotocol.communication.shares import UNIT_BYTES
+from uprotocol.core.usubscription.wire import STORE_BYTES
 from usubscription.state import Change, Command, Key, RemoteLink, Status, SubscriptionRecord
 
 SCHEMA_VERSION: Final = 1
@@ -49,6 +54,11 @@ _USES: Final = (
     "registration.client",
 )
 _UNUSED: Final = " AND ".join(f"NOT EXISTS(SELECT 1 FROM {use.split('.')[0]} WHERE {use} = ?1)" for use in _USES)
+
+UNTOLD: Final = "untold"
+"""In meta while the other services have to be told that this store is not the one they knew: since when (Unix
+milliseconds)."""
+COPY: Final = "copy"  # in meta, beside UNTOLD: it is an older copy; else it was made without subscriptions
 
 URI_IS: Final = "authority = ? AND ue_id = ? AND version = ? AND resource = ?"
 
@@ -123,12 +133,7 @@ def open_store(file: SqliteFile, authority: str) -> sqlite3.Connection:
         file.make(lambda db: _fill(db, authority))
     db = file.connect()
     file.update(file.version)
-    row = db.execute("SELECT value FROM meta WHERE key = 'authority'").fetchone()
-    if row is None:
-        raise DamagedError("it has no authority")
-    if row[0] != authority:
-        why = f"it belongs to authority {row[0]!r}, not {authority!r}: use a store of its own"
-        raise file.kind.refusal(file.path, why)
+    _require_authority(db, file.path, authority)
     try:
         # fails for a read-only file
         db.execute("INSERT OR REPLACE INTO meta VALUES('opened_by', ?)", (str(os.getpid()),))
@@ -138,11 +143,36 @@ def open_store(file: SqliteFile, authority: str) -> sqlite3.Connection:
     return db
 
 
+def require_usable(path: Path, authority: str, *, whole: bool = True) -> None:
+    """Raises what `open_store` would raise, and writes nothing: DamagedError, UStatusError as FileKind.require_usable,
+    FAILED_PRECONDITION (of another authority). `whole`: look for damage."""
+    STORE.require_usable(path, whole=whole)
+    if not path.exists():
+        return
+    if not path.stat().st_size:
+        raise DamagedError("it has 0 bytes, and no table")
+    try:
+        with contextlib.closing(REAL_DISK.look(path)) as db:
+            _require_authority(db, path, authority)
+    except sqlite3.Error as error:
+        if is_damage(error):
+            raise DamagedError(str(error)) from None
+        raise STORE.not_opened(error, path) from None
+
+
+def _require_authority(db: sqlite3.Connection, path: Path, authority: str) -> None:
+    row = db.execute("SELECT value FROM meta WHERE key = 'authority'").fetchone()
+    if row is None:
+        raise DamagedError("it has no authority")
+    if row[0] != authority:
+        raise STORE.refusal(path, f"it belongs to authority {row[0]!r}, not {authority!r}: use a store of its own")
+
+
 def _fill(db: sqlite3.Connection, authority: str) -> None:
     for statement in SCHEMA:
         db.execute(statement)
     # each new store has its own id, so that it is not mistaken for an older copy
-    values = [("authority", authority), ("id", os.urandom(16).hex())]
+    values = [("authority", authority), ("id", os.urandom(STORE_BYTES).hex()), (UNTOLD, str(uuids.now_ms()))]
     db.executemany("INSERT INTO meta VALUES(?, ?)", values)
 
 

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.communication.rpc_client import CALLS_PENDING_MAX
-from uprotocol.core.usubscription.wire import CODECS, FETCH_SUBSCRIPTIONS, Subscription, service
+from uprotocol.core.usubscription.wire import CODECS, FETCH_SUBSCRIPTIONS, StoreSaid, Subscription, service
 from uprotocol.message import UPayload
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
@@ -204,14 +204,25 @@ class Services:
         return rpc.invoke_method(sink, UPayload.pack(request), CallOptions(timeout_ms=timeout_ms))
 
     async def listed(
-        self, authority: str, version: int, topic: UUri | None, subscriber: UUri | None, timeout_ms: int
+        self,
+        authority: str,
+        version: int,
+        topic: UUri | None,
+        subscriber: UUri | None,
+        timeout_ms: int,
+        *,
+        store: bytes = b"",
+        on_store: Callable[[StoreSaid], None] = lambda _: None,
     ) -> AsyncIterator[Sequence[Subscription]]:
-        """The answer of FetchSubscriptions, page by page; `timeout_ms` is for one page."""
+        """The answer of FetchSubscriptions, page by page; `timeout_ms` is for one page. `store`: of the calling
+        service; `on_store` is called with what the first page says about stores."""
         codec = CODECS[version]
         after: int | None = 0
         while after is not None:
-            request = codec.fetch_subscriptions(topic, subscriber, after)
+            request = codec.fetch_subscriptions(topic, subscriber, after, b"" if after else store)
             answer = await self.call(authority, version, FETCH_SUBSCRIPTIONS, request, timeout_ms)
+            if store and not after:
+                on_store(codec.read_store(answer))
             page, after = codec.read_subscriptions(answer, after, strict=self._strict)
             yield page
 

@@ -21,6 +21,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.paging_pb2 import PageAsked, PageGiven
+from uprotocol.core.usubscription.stores_pb2 import StoreAsked, StoreGiven
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
 from uprotocol.message import UPayload
@@ -35,6 +36,7 @@ R = TypeVar("R")
 ENTITY_TYPE: Final = 0x0000  # of core.usubscription
 CHANGE_RESOURCE: Final = 0x8000
 ENTRY_BYTES: Final = 5  # tag and size of each entry of a list
+STORE_BYTES: Final = 16  # of the id of a store
 SEQ_MAX: Final = (1 << 63) - 1  # the largest integer of SQLite
 EXPIRY_MS_MIN: Final = -62_135_596_800_000  # 0001-01-01, the first Timestamp
 EXPIRY_MS_MAX: Final = 253_402_300_799_999  # the end of 9999, the last Timestamp
@@ -91,6 +93,7 @@ class Fetch:
     subscriber: Key | None = None
     offset: int = 0
     after: int | None = None  # version 4; None: the caller can't read pages
+    store: bytes = b""  # id of the caller's store; empty: the caller has not named one
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,14 @@ class PageLimits:
     entries_max: int
     bytes_max: int
     asked: bool = True  # the caller will request the rest
+
+
+class StoreSaid(NamedTuple):
+    """What a service says about stores beside a list (stores.proto). Empty: it does not say."""
+
+    store: bytes = b""  # its own
+    former: bytes = b""  # another store of the asking service, which it knew before
+    links: int = 0  # with `former`: its subscriptions at the asking service
 
 
 # -- contents of answers and changes -----------------------------------------------------------------------------------
@@ -284,9 +295,9 @@ class Codec:
         """The empty answer of `method`."""
         return self.methods[method].answer()  # type: ignore[no-any-return]
 
-    def fetched(self, rows: Iterable[tuple[int, Entry]], page: PageLimits) -> Message:
+    def fetched(self, rows: Iterable[tuple[int, Entry]], page: PageLimits, said: StoreSaid | None = None) -> Message:
         """The answer with `rows` and their numbers, as many as fit into `page`. Version 4 raises RESOURCE_EXHAUSTED if
-        not all fit and the caller can't read pages."""
+        not all fit and the caller can't read pages. `said`: for a caller that has named its store."""
         response = self.methods[FETCH_SUBSCRIPTIONS].answer()
         last = _fill_page(response.subscriptions, rows, self._fill, page)
         if self._nests:
@@ -296,6 +307,11 @@ class Codec:
                 why = f"more subscriptions match than fit into one answer ({page.bytes_max} bytes)"
                 raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{why}: narrow the filters, or request pages")
             response.MergeFromString(PageGiven(next=last).SerializeToString())
+        if said is not None:
+            given = StoreGiven(store=said.store)
+            if said.former:
+                given.former, given.links = said.former, said.links
+            response.MergeFromString(given.SerializeToString())
         return response  # type: ignore[no-any-return]
 
     def change(self, change: Entry, *, bare: bool = False) -> Message:
@@ -348,6 +364,11 @@ class Codec:
             why = f"the list of the uSubscription service can't be read: {error.message}"
             raise UStatusError(UCode.DATA_LOSS, why) from None
         return found if strict else list(filter(_is_possible, found)), following
+
+    def read_store(self, payload: UPayload) -> StoreSaid:
+        """What the answer of FetchSubscriptions says about stores."""
+        given = StoreGiven.FromString(payload.unpack(self.methods[FETCH_SUBSCRIPTIONS].answer).SerializeToString())
+        return StoreSaid(_store(given.store), _store(given.former), given.links)
 
     def _page(self, page: Any, after: int) -> tuple[Sequence[Any], int | None]:
         if self._nests:
@@ -403,10 +424,13 @@ class V3(Codec):
 
     # requests
 
-    def fetch_subscriptions(self, topic: UUri | None, subscriber: UUri | None, after: int = 0) -> Message:
-        """`after`: from the previous page (0: the first page)."""
+    def fetch_subscriptions(
+        self, topic: UUri | None, subscriber: UUri | None, after: int = 0, store: bytes = b""
+    ) -> Message:
+        """`after`: from the previous page (0: the first page). `store`: of the calling service."""
         assert (topic is None) != (subscriber is None), "version 3 fetches by a topic or by a subscriber"
-        return v3.FetchSubscriptionsRequest(topic=topic, offset=after or None, **self._naming(subscriber))
+        request = v3.FetchSubscriptionsRequest(topic=topic, offset=after or None, **self._naming(subscriber))
+        return _with_store(request, store)
 
     def fetch_subscribers(self, topic: UUri, offset: int = 0) -> Message:
         return v3.FetchSubscribersRequest(topic=topic, offset=offset or None)
@@ -415,11 +439,12 @@ class V3(Codec):
         asked = self._read(request, FETCH_SUBSCRIPTIONS)
         match asked.WhichOneof("request"):
             case "topic":
-                return Fetch(topic=self._topic(asked, own), offset=asked.offset)
+                return Fetch(topic=self._topic(asked, own), offset=asked.offset, store=_store_of(asked))
             case "subscriber":
                 if asked.subscriber.uri == UUri():  # missing or empty
                     raise invalid("FetchSubscriptions names a subscriber, but the SubscriberInfo has no uri")
-                return Fetch(subscriber=_named_entity(asked.subscriber.uri, own), offset=asked.offset)
+                subscriber = _named_entity(asked.subscriber.uri, own)
+                return Fetch(subscriber=subscriber, offset=asked.offset, store=_store_of(asked))
         raise invalid("FetchSubscriptions of version 3 names a topic or a subscriber, got neither")
 
     def read_fetch_subscribers(self, request: UMessage, own: str) -> tuple[Key, int]:
@@ -457,19 +482,22 @@ class V4(Codec):
 
     # requests
 
-    def fetch_subscriptions(self, topic: UUri | None, subscriber: UUri | None, after: int = 0) -> Message:
-        """`after`: from the previous page (0: the first page)."""
+    def fetch_subscriptions(
+        self, topic: UUri | None, subscriber: UUri | None, after: int = 0, store: bytes = b""
+    ) -> Message:
+        """`after`: from the previous page (0: the first page). `store`: of the calling service."""
         request = v4.FetchSubscriptionsRequest(topic_filter=topic, subscriber_filter=subscriber)
         # an extension of the specification: paging.proto
         request.MergeFromString(PageAsked(after=after).SerializeToString())
-        return request
+        return _with_store(request, store)
 
     def read_fetch(self, request: UMessage, own: str) -> Fetch:
         asked = self._read(request, FETCH_SUBSCRIPTIONS)
         topic = _filter(asked.topic_filter, own) if asked.HasField("topic_filter") else None
         subscriber = _filter(asked.subscriber_filter, own) if asked.HasField("subscriber_filter") else None
         page = PageAsked.FromString(asked.SerializeToString())  # an extension of the specification: paging.proto
-        return Fetch(topic, subscriber, after=min(page.after, SEQ_MAX) if page.HasField("after") else None)
+        after = min(page.after, SEQ_MAX) if page.HasField("after") else None
+        return Fetch(topic, subscriber, after=after, store=_store_of(asked))
 
 
 V3_CODEC: Final = V3()
@@ -498,6 +526,21 @@ def _named_entity(uri: UUri, own: str) -> Key:
     if uris.has_wildcard(uri):
         raise invalid(f"expected a subscriber without wildcards, got {uris.format(uri)}")
     return (uri.authority_name or own, uri.ue_id, uri.ue_version_major, uris.RESOURCE_REPLY)
+
+
+def _with_store(request: Message, store: bytes) -> Message:
+    if store:
+        request.MergeFromString(StoreAsked(store=store).SerializeToString())
+    return request
+
+
+def _store_of(request: Message) -> bytes:
+    return _store(StoreAsked.FromString(request.SerializeToString()).store)
+
+
+def _store(id: bytes) -> bytes:
+    """Returns `id`; empty if it can't be one."""
+    return id if len(id) == STORE_BYTES else b""
 
 
 def _filter(pattern: UUri, own: str) -> Key:
