@@ -12,6 +12,7 @@ lifecycle.py       How parts start and stop; the embedded uSubscription, which s
 operations.py      All operations of a running streamer: which part of it does what an operator asks for
 reloading.py       Takes over a changed configuration while the streamer runs
 reports.py         What a streamer reports of itself: conditions, states, notes, metrics
+unmatched.py       Patterns of the configuration that match nothing
 parts.py           Creates the parts that depend only on the configuration, and divides the memory among them
 """
 

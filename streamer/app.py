@@ -129,8 +129,12 @@ class Streamer(ChangeableAssembly):
                 self.start_task(part.run(), part.name)
         self.ready.set()
         self.states.look()
+        usual = set(self.new_stores.notes())  # of a first start
         for note in self.notes():
-            log.warning("a note", note=note)
+            if note in usual:
+                log.info("a note", note=note)
+            else:
+                log.warning("a note", note=note)
         names = [endpoint.name for endpoint in self.endpoints]
         log.info("ready", authority=self.config.authority, endpoints=names, admin_port=self.admin.port or None)
         on_ready()
@@ -146,12 +150,16 @@ class Streamer(ChangeableAssembly):
         yield Part("states", run=self._watch)
         yield Part("positions", start=self._load)
         if embedded is not None:
-            yield Part("file of uSubscription", start=embedded.open)
+            # its service closes it too, if the services have the time for that
+            yield Part("subscriptions", stage="file", start=embedded.open, stop=embedded.service.store.stop)
         yield Part("stored interest", start=self.interest.load)
+        yield Part("subscriptions without rule", run=self.without_rule.run)
         yield Part("ledger", run=self.ledger.run)
         # networks open after all receivers are loaded
         yield Part("endpoints", stage="network", start=self.start_endpoints, stop=self.close_endpoints)
         yield Part("flows", stage="network", stop=self._close_flows)
+        yield Part("dropped messages", stage="network", stop=self.drops.close)
+        yield Part("new stores", stage="network", stop=self.new_stores.close)
         # services stop before the networks, last first
         yield Part("calls that nobody serves", stop=partial(self.hosted.unserved.drain, DRAIN_MS_MAX))
         yield Part("control", start=self.control.start, stop=self.control.stop)
@@ -177,6 +185,8 @@ class Streamer(ChangeableAssembly):
             after_ms = self.config.history.acknowledge_after_ms
             for attached in self.attached.values():
                 attached.clocks.look(loop.time())
+            for one in self.logs:
+                self.fast_senders.look(one, self.runtime.now_ms(), loop.time())
             for loss in durable.losses.acknowledge_passing(after_ms) if after_ms else ():
                 what = "a loss counts as acknowledged: it was reported for history.acknowledge_after_hours"
                 log.info(what, detail=loss.detail)

@@ -33,9 +33,12 @@ from streamer.following.handover import HandOvers
 from streamer.letters.dead_letter import DeadLetters
 from streamer.lifecycle import EmbeddedUSubscription
 from streamer.operating.control import Control
+from streamer.operating.drops import Drops
 from streamer.operating.log_level import LogLevel
+from streamer.operating.new_stores import NewStores
 from streamer.operating.states import (
     Clocks,
+    FastSenders,
     LossReports,
 )
 from streamer.operating.tracing import Tracing
@@ -46,6 +49,7 @@ from streamer.walk.ingress import Dispatch, IdWindow, Ingress, Logs
 from streamer.walk.ledger import AuthorityLedger, Pressure
 from streamer.walk.networks import Networks
 from streamer.walk.view import Rules, View
+from streamer.walk.without_rule import WithoutRule
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.cache import raise_streams_max
@@ -65,8 +69,6 @@ FOLLOW_MS_MIN: Final = 500  # shortest and ...
 FOLLOW_MS_MAX: Final = 60_000  # ... longest pause between attempts to follow a history
 ANNOUNCEMENT_TTL_MS: Final = 5_000  # announcements are repeated
 DRAIN_MS_MAX: Final = 200  # for each hosted service to answer pending requests
-# messages to a network outside the vehicle; below the quota of one authority there (UNITS_PER_S)
-PACE_OUTSIDE_PER_S: Final = 4_000
 
 
 log = structlog.get_logger()
@@ -130,6 +132,7 @@ class Assembly:
         config, runtime = self.config, self.runtime
         self.gaps = Gaps(config.authority, self.logs, self._publish, now_ms=runtime.now_ms)
         self.losses = LossReports(self.gaps, self.logs.durable)
+        self.drops = Drops(self.logs.durable, runtime.now_ms, asyncio.get_running_loop().time)
         entities = parts.entities_of(config)
         self.hosted = HostedTransport(self.home, self.endpoints, config.authority, config.answers_for, entities)
         self.dead_letters = DeadLetters(
@@ -145,6 +148,9 @@ class Assembly:
         self.embedded: EmbeddedUSubscription | None = None
         if self.usubscription is not None:
             self.embedded = EmbeddedUSubscription(self.usubscription, runtime, self.losses.subscriptions_lost)
+        names = [endpoint.name for endpoint in self.endpoints]
+        now = asyncio.get_running_loop().time
+        self.new_stores = NewStores(self.logs.durable, names, self.usubscription, runtime.now_ms, now)
         logs = tuple(self.logs)
         self.interest = Interest(
             parts.interest_sources_of(config, self.hosted, self.endpoints, self.usubscription, runtime),
@@ -154,6 +160,7 @@ class Assembly:
         self.paused = Paused(config.streamer.data_dir / FILE, self.endpoints, config.authority, runtime.disk)
         self.paused.load()  # before a command can change it
         self.view = View(self.endpoints, self.rules, self.interest, self.logs, self.paused)
+        self.without_rule = WithoutRule(self.endpoints, self.rules, self.interest)
         self.control = Control(self.hosted, self.local, self.paused, patterns(config.dispatch.control), DRAIN_MS_MAX)
 
     def _make_walk(self, window: IdWindow) -> None:
@@ -177,6 +184,7 @@ class Assembly:
             self.losses.followed_gap,
             lambda: Backoff(FOLLOW_MS_MIN, FOLLOW_MS_MAX, runtime.rng),
         )
+        self.fast_senders = FastSenders()
         self.ledger = AuthorityLedger(
             self.limits.authorities_max,
             config.limits.authority_messages_per_s,
@@ -185,6 +193,9 @@ class Assembly:
             now_ms=runtime.now_ms,
             pressure=Pressure(lambda: runtime.used().busy_s),
         )
+        self.ledger.on_turn(self.drops.turn)
+        self.ledger.on_turn(self.new_stores.turn)
+        self.ledger.on_new = self._arrived_from
         flows = {self.logs.durable: Flow(runtime.used), self.logs.volatile: Flow()}
         self.recoveries = parts.recoveries_of(
             config, self.endpoints, self.logs, flows, window, runtime, self.losses.not_recovered
@@ -199,6 +210,7 @@ class Assembly:
             self.ledger,
             self.follows.of_topic,
             self.recoveries.of_topic,
+            self.drops.add,
             config.limits.message_bytes_max,
         )
         for endpoint in self.endpoints:
@@ -220,9 +232,8 @@ class Assembly:
     def make_pumps(self, endpoint: Endpoint) -> list[Pump]:
         """Creates the pumps of one endpoint, one for each log."""
         config = self.config
-        # one limit for all messages to its network
-        per_s = config.egress.messages_per_s or (PACE_OUTSIDE_PER_S if endpoint.suffix else None)
-        pace = None if per_s is None else Pace(per_s, asyncio.get_running_loop().time)
+        per_s = parts.messages_per_s_of(config, endpoint.name)
+        pace = None if per_s is None else Pace(per_s, asyncio.get_running_loop().time)  # of the pumps together
         pumps = [
             Pump(
                 endpoint,
@@ -248,7 +259,14 @@ class Assembly:
         config, keeper, logs = self.config, self.keeper, list(self.logs)
         followed_by = {one.name: uris.parse(one.followed_by) for one in config.endpoint if one.followed_by is not None}
         self.handovers = HandOvers(
-            followed_by, self.endpoints, self.pumps, logs, self.paused, self._announce, config.history.absent_ms
+            followed_by,
+            self.endpoints,
+            self.pumps,
+            logs,
+            self.paused,
+            self._announce,
+            config.history.absent_ms,
+            self.new_stores.follower_knows,
         )
         self.networks = Networks(
             self.endpoints,
@@ -295,7 +313,14 @@ class Assembly:
         on_gap = self.losses.channel_gap
         return handlers_of(self.config, self.history, outlet, on_gap, callers, places, self.runtime.now_ms)
 
+    def _arrived_from(self, authority: str, endpoint: str) -> None:
+        """The first message of an authority has arrived: its uSubscription may know an earlier store of ours."""
+        owner = self.endpoints.owner(authority)
+        if self.usubscription is not None and owner is not None and owner.name == endpoint:
+            self.usubscription.remote.arrived_from(authority)
+
     def _connected(self, endpoint: Endpoint) -> None:
+        self.new_stores.session_resumed(endpoint)
         for pump in self.pumps:
             if pump.peer is endpoint:
                 pump.address_holds.try_all()  # the network may take now what it has refused

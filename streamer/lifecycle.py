@@ -1,13 +1,14 @@
 """How parts start and stop; the embedded uSubscription, which starts as soon as the disk allows it.
 
 Part.start, then Part.run as a task -> the next part -> ... -> ready
-stop: services, last first, SERVICES_CLOSE_S in total -> networks -> files, concurrently, FILES_CLOSE_S each
+stop: services, last first, SERVICES_CLOSE_S in total, then LATE_CLOSE_S each -> networks
+      -> files, concurrently, FILES_CLOSE_S each
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, Literal
 
@@ -22,6 +23,7 @@ from usubscription.service import USubscriptionService
 
 # less than 5 s in total: containers are killed after 10 s
 SERVICES_CLOSE_S: Final = 1.0  # for all together, one after the other
+LATE_CLOSE_S: Final = 0.05  # for each service that is left after that, so that none keeps running
 NETWORKS_CLOSE_S: Final = 3.0  # for each, concurrently
 FILES_CLOSE_S: Final = 0.5  # for each, to close cleanly; otherwise the next start recovers the file
 REOPEN_MS_MAX: Final = 30_000  # between attempts to open a file on a full disk
@@ -46,18 +48,21 @@ async def stop(parts: Sequence[Part]) -> None:
     services, networks, files = (
         [part for part in parts if part.stage == stage] for stage in ("service", "network", "file")
     )
-    await within(SERVICES_CLOSE_S, "services", _stop(reversed(services)))
-    await _stop(networks)
-    await asyncio.gather(*(within(FILES_CLOSE_S, part.name, _stop([part])) for part in files))
+    until = asyncio.get_running_loop().time() + SERVICES_CLOSE_S
+    for part in reversed(services):
+        left_s = until - asyncio.get_running_loop().time()
+        await within(max(left_s, LATE_CLOSE_S), part.name, _stop(part))
+    for part in networks:
+        await _stop(part)
+    await asyncio.gather(*(within(FILES_CLOSE_S, part.name, _stop(part)) for part in files))
 
 
-async def _stop(parts: Iterable[Part]) -> None:
-    for part in parts:
-        try:
-            if part.stop is not None:
-                await part.stop()
-        except Exception:
-            log.exception("closing failed; going on", part=part.name)
+async def _stop(part: Part) -> None:
+    try:
+        if part.stop is not None:
+            await part.stop()
+    except Exception:
+        log.exception("closing failed; going on", part=part.name)
 
 
 async def within(seconds: float, name: str, work: Coroutine[Any, Any, None]) -> None:

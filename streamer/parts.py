@@ -26,7 +26,7 @@ from streamer.config import AccessSection, Config, EndpointSection, FollowSectio
 from streamer.config.sections import MEMORY_MIB
 from streamer.egress.sender import SENDERS_SHARE
 from streamer.following.followed import Follow
-from streamer.operating.backup import finish_restore
+from streamer.operating.backup import SUBSCRIPTIONS, finish_restore
 from streamer.recovery.recoveries import Recoveries
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
@@ -49,6 +49,9 @@ from usubscription.service import USubscriptionService
 from usubscription_client import EmbeddedInterest, InterestSource, ServiceInterest, StaticFile
 
 RESERVE_NAME: Final = "reserve"  # in a data_dir
+# messages a second to a network outside the vehicle. 20 vehicles that come back together send as much as one core
+# forwards, and each is far below its quota there (UNITS_PER_S)
+PACE_OUTSIDE_PER_S: Final = 1_000
 ENTITY: Final = 0x0004  # core.ustreamer
 VERSION: Final = 1
 RECENT_IDS: Final = 65_536  # read from the log at start, to recognise messages that a network delivers twice
@@ -150,6 +153,12 @@ def adjust(endpoint: Endpoint, config: Config, section: EndpointSection) -> None
     endpoint.tells_absence = section.hold and Capability.ABSENCE in endpoint.transport.capabilities
 
 
+def messages_per_s_of(config: Config, name: str) -> int | None:
+    """Returns how many publishes and notifications a second leave for an endpoint. None: as fast as it goes."""
+    section = next(one for one in config.endpoint if one.name == name)
+    return section.messages_per_s or config.egress.messages_per_s or (PACE_OUTSIDE_PER_S if section.suffix else None)
+
+
 def make_transport(config: Config, section: EndpointSection) -> UTransport:
     """Returns the transport of an endpoint, not open. Raises UStatusError as `transports.plugin.create`."""
     named = [authority for authority in section.authorities if not uris.is_pattern(authority)]
@@ -168,8 +177,14 @@ def transport_of(config: Config, section: EndpointSection) -> UTransport:
         return _Unmade(error.message)
 
 
+def bare_endpoints_of(config: Config) -> Endpoints:
+    """Returns the endpoints without their transports, to see what goes where."""
+    nothing = _Unmade("it has no transport")
+    return Endpoints(Endpoint(one.name, one.authorities, nothing, one.suffix) for one in config.endpoint)
+
+
 class _Unmade(UTransport):
-    """Replaces a transport whose constructor failed."""
+    """Replaces a transport whose constructor failed, or that nobody needs."""
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -193,14 +208,22 @@ def usubscription_of(
     return USubscriptionService(
         hosted,
         config.authority,
-        config.streamer.data_dir / "usubscription.db",
+        config.streamer.data_dir / SUBSCRIPTIONS,
         also=config.answers_for,
         runtime=runtime,
         drain_ms_max=drain_ms_max,
         reset=config.usubscription.reset,
         subscriptions_max=limits.subscriptions_max,
         message_bytes_max=limits.message_bytes_max,
+        neighbours=neighbours_of(config),
     )
+
+
+def neighbours_of(config: Config) -> list[str]:
+    """Returns the authorities that an endpoint names, and that may have a uSubscription of their own."""
+    ours = {config.authority, *config.answers_for}
+    named = (one for section in config.endpoint for one in section.authorities if not uris.is_pattern(one))
+    return [one for one in named if not uris.is_one_of(one, ours)]
 
 
 def entities_of(config: Config) -> list[int]:
@@ -220,14 +243,14 @@ def interest_sources_of(
     for section in config.endpoint:
         if config.usubscription_of(section) == "embedded":
             assert embedded is not None
-            sources.append(EmbeddedInterest(embedded, _saved_interest(config, config.authority), runtime))
+            sources.append(EmbeddedInterest(embedded, saved_interest_of(config, config.authority), runtime))
         sources += remote_sources_of(config, section, hosted, endpoints, runtime)
     if config.usubscription.static_file is not None:
         sources.append(StaticFile(config.usubscription.static_file))
     return sources
 
 
-def _saved_interest(config: Config, authority: str) -> Path:
+def saved_interest_of(config: Config, authority: str) -> Path:
     return config.streamer.data_dir / f"interest-{authority}.json"
 
 
@@ -256,7 +279,7 @@ def remote_sources_of(
             LocalUriProvider(config.authority, ENTITY, VERSION),
             authority,
             refresh_ms=int(config.usubscription.refresh_s * 1000),
-            saved=_saved_interest(config, authority),
+            saved=saved_interest_of(config, authority),
             runtime=runtime,
             lives_there=lambda authority: endpoints.owner(authority) is endpoint,
             subscriptions_max=limits_of(config).subscriptions_max,

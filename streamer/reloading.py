@@ -40,7 +40,7 @@ from usubscription_client import ServiceInterest, StaticFile
 # keys of an endpoint for which its network is closed and opened again
 NETWORK_KEYS: Final = ("transport", "authorities", "suffix", "hold", "settings")
 # ... and those for which its pumps are created again
-PUMP_KEYS: Final = (*NETWORK_KEYS, "followed_by")
+PUMP_KEYS: Final = (*NETWORK_KEYS, "followed_by", "messages_per_s")
 EDGE_SECTIONS: Final = ("http", "grip", "channel", "proxy")
 NOT_RELOADED: Final = "nothing is reloaded: this streamer"
 OPEN_WAIT_S: Final = 3.0  # for the HTTP edge, and for networks to be open and to listen, before the answer
@@ -194,6 +194,8 @@ class Reloader:
 
         # no `await` in this step: no message meets a part of the change only
         streamer.config = config
+        for was, name in renamed:
+            streamer.express.rename(was, name)
         for one in removed:
             streamer.remove_stopped(one)
         for name, section in closed.items():

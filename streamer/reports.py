@@ -30,6 +30,7 @@ from streamer.operating.states import (
     conditions_of_log,
     each,
 )
+from streamer.unmatched import UnmatchedPatterns, unknown_authorities
 from streamer.walk.endpoint import Endpoints
 from streamer.walk.ingress import IdWindow, Logs
 from transports.certificates import Expiries
@@ -48,6 +49,7 @@ class ReportingAssembly(Assembly):
         used = (one for one in parts.certificates_of(config) if one[0] or config.streamer.admin is not None)
         self.certificates = Expiries(used, self.runtime.now_ms)
         self.states = States(self.attached, self.conditions, self.runtime.now_ms)
+        self.unmatched = UnmatchedPatterns(self)
         self.meters = Meters(self.endpoints, self.pumps, self.logs, self.runtime.now_ms)
 
     def connection_changed(self, _connected: bool) -> None:
@@ -61,6 +63,7 @@ class ReportingAssembly(Assembly):
         """Returns everything that is wrong; empty: ready."""
         hours = self.config.history.acknowledge_after_hours
         found = [condition for one in self.logs for condition in conditions_of_log(one, hours)]
+        found += [*self.drops.conditions(), *self.new_stores.conditions()]
         found += [*self.dead_letters.conditions(), *self.paused.conditions(), *self.networks.conditions()]
         found += self._endpoint_conditions()
         if self.embedded is not None:
@@ -80,14 +83,16 @@ class ReportingAssembly(Assembly):
         for name, attached in self.attached.items():
             if attached.clocks.trouble:
                 yield Condition(attached.clocks.trouble, name)
+        yield from self.fast_senders.conditions(self.endpoints.owner)
         yield from self._held("refused", "left")
 
     def _held(self, *labels: Label) -> Iterator[Condition]:
-        """Yields holds with these labels that have lasted long enough to be reported."""
+        """Yields holds with these labels. One that may end by itself is reported once it has lasted SHOWN_AFTER_S."""
         now_ms = self.runtime.now_ms()
         for pump in self.pumps:
             for held in pump.address_holds.states():
-                if held.label in labels and held.waited_s >= SHOWN_AFTER_S:
+                shown_after_s = SHOWN_AFTER_S if held.oldest.may_end_by_itself else 0.0
+                if held.label in labels and held.waited_s >= shown_after_s:
                     yield Condition(held.sentence(now_ms), pump.peer.name)
 
     def _endpoint_samples(self) -> Iterator[Sample]:
@@ -115,6 +120,7 @@ class ReportingAssembly(Assembly):
             yield from metrics.of_log(one)
         yield from metrics.of_dead_letters(self.dead_letters)
         yield "gaps", (), self.gaps.total
+        yield from self.drops.samples()
         yield from metrics.of_epochs(self.keeper)
         yield from self.states.samples()
         yield from self.tracing.samples()
@@ -125,7 +131,10 @@ class ReportingAssembly(Assembly):
         if self.usubscription is not None:
             yield from each("usubscription_requests", (), self.usubscription.requests)
             yield from each("usubscription_refused", (), self.usubscription.refused)
+        yield from self.new_stores.samples()
         yield "interest_version", (), self.interest.version
+        yield from self.without_rule.samples()
+        yield from self.fast_senders.samples(self.endpoints.owner)
         yield from self.claims.samples()
         yield from self.handovers.samples()
         yield from self.follows.samples()
@@ -146,6 +155,9 @@ class ReportingAssembly(Assembly):
             *parts.too_small_note(self.config, self.logs.durable.disk_limit_bytes),
             *parts.given_up_note(self.config, self.runtime.disk.reserve),
             *parts.notes_of(self.config, self.endpoints, self.rules),
+            *unknown_authorities(self.config, self.endpoints),
+            *self.without_rule.notes(),
+            *self.unmatched.notes(),
             *self.ledger.notes(),
             *self.paused.notes(),
             *self.log_level.notes(),
@@ -154,6 +166,7 @@ class ReportingAssembly(Assembly):
             *self.certificates.notes(),
             *self.edge.notes(),
             *self.tracing.notes(),
+            *self.new_stores.notes(),
         ]
 
     def topics_of(self, authority: str) -> int:

@@ -80,7 +80,7 @@ class Summary:
         if loads:
             terminalreporter.line(f"processors busy: {', '.join(f'{load:.0%}' for load in loads)}")
         if self._left:
-            terminalreporter.line(f"tests left to `make test-all`: {len(self._left)} (docs/developing.md)")
+            terminalreporter.line(f"tests left to `make test-rest`: {len(self._left)} (docs/developing.md)")
 
 
 def processor_times() -> list[tuple[int, int]]:

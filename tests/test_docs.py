@@ -22,6 +22,7 @@ READINGS = ROOT / "docs" / "readings.md"
 SKIPPED = {READINGS, HERE, ROOT / "docs" / "spec-coverage.md"}  # the list itself, and what is made of other files
 FOLDERS = ("docs", "tests", "tools", "deploy", "examples", "campaigns", ".github")
 TEXT = {".py", ".md", ".toml", ".proto", ".yml", ".conf", ".service"}
+PICTURE_BYTES_MAX = 150_000
 NUMBER = re.compile(r"\b[A-Z]-[0-9]+\b")
 ROW = re.compile(r"^\| ([A-Z]-[0-9]+) \|.*\| ([^|]*) \|$", re.MULTILINE)
 
@@ -134,7 +135,10 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ]),
     ("benchmarks", '"Flat" is # times', 1, ["campaigns.bench.targets:FLAT"]),
     ("configuration", "for up to # s before something is dropped", 1, ["streamer.walk.flow:HOLD_S"]),
-    ("configuration", "no faster than `egress.messages_per_s` (#)", 1, ["streamer.assembly:PACE_OUTSIDE_PER_S"]),
+    ("configuration", "Without both, # for an endpoint with a `suffix`", 1, ["streamer.parts:PACE_OUTSIDE_PER_S"]),
+    ("configuration", "# seconds of it may come at once, and # seconds of what the durable log keeps", 1, [
+        "streamer.walk.ledger:BURST_S", "streamer.walk.ledger:BACKLOG_S",
+    ]),
     ("following", "At most # histories are followed", 1, ["streamer.following.follows:FOLLOWED_MAX"]),
     ("following", "for # s, doubling to # s, after three misses", 1, [
         "history.reading.following:REST_S_MIN", "history.reading.following:REST_S_MAX",
@@ -422,3 +426,10 @@ def test_what_fits_into_the_memory_is_the_codes() -> None:
 def test_the_page_on_the_history_names_the_format_of_the_log() -> None:
     page = (ROOT / "docs" / "history.md").read_text(encoding="utf-8")
     assert re.findall(r"format of the file has version (\d+)", page) == [str(SCHEMA_VERSION)]
+
+
+def test_pictures_are_small() -> None:
+    """Each clone has all of them, and each reader of a page loads its own."""
+    sizes = {path.name: path.stat().st_size for path in (ROOT / "docs" / "pictures").glob("*.*")}
+    assert len(sizes) >= 10
+    assert {name: size for name, size in sizes.items() if size > PICTURE_BYTES_MAX} == {}

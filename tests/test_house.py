@@ -16,16 +16,18 @@ from tools import house
 
 TREE = Path(__file__).parents[1]
 
-LINES_MAX: Final = 69_800  # of the product; raise it only together with a capability
+LINES_MAX: Final = 72_550  # of the product; raise it only together with a capability
 WALKS_MAX: Final = {  # walk -> functions, files
     "publish": (100, 24),
-    "subscribe": (280, 50),
+    "subscribe": (295, 52),
     "poll": (122, 26),
     "followed": (165, 38),
     "epoch": (145, 25),
     "micro-batch": (200, 30),
 }
 LONG_CLASSES: Final = {  # file:class -> why it is not split
+    "streamer/egress/holds.py:AddressHolds": "one peer's held addresses: their counts and positions change together",
+    "transports/dds/writers.py:Writers": "one thread's writers: queues, acknowledgements and absence share their state",
     "streamer/following/followed.py:Followed": "one conversation: its methods share one position and one backlog",
 }
 NAMES_TWICE: Final[dict[str, str]] = {}  # name -> why it stands in two files

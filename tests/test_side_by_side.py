@@ -78,7 +78,7 @@ def test_nothing_runs_beside_a_test_that_is_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [[], ["-p", "xdist.plugin", "-n", "2"]], ids=["one process", "two workers"])
 def test_a_run_ends_with_what_it_has_left_out(workers: list[str], tmp_path: Path) -> None:
     said = run(tmp_path, SPANS, *workers, "-m", "not full", "-k", "long or alone")
-    assert "tests left to `make test-all`: 3 (docs/developing.md)" in said
+    assert "tests left to `make test-rest`: 3 (docs/developing.md)" in said
     assert "processors busy: " in said
     said = run(tmp_path, SPANS, *workers, "-k", "long")
     assert "tests left to" not in said

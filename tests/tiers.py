@@ -1,6 +1,6 @@
-"""What `make test` leaves to `make test-all`, and what workers that run side by side must not share.
+"""What `make test` leaves to `make test-rest`, and what workers that run side by side must not share.
 
-full          the mark of what only `make test-all` runs
+full          the mark of what `make test` does not run
 seeds()       many seeds for one test: a few in `make test`, others each time in `make simulate`
 examples()    hypothesis: fewer in `make test`
 drawn()       a part of many equal cases, another one with each commit

@@ -4,7 +4,6 @@ cli        all commands, main                         run      run, usubscriptio
 terminal   printing, errors, exit codes               check    checks a configuration and the files that it names
 connect    tries the networks of a configuration
 options    shared options, networks                   client   subscribe, publish, call, replay, demo
-backup  cursors  history  letters  operating    the data that a streamer stores
-cursors  history  operating    the data that a streamer stores
+backup  cursors  history  letters  operating  stored_files  stored_interest    the data that a streamer stores
 status     what a running streamer does, and why
 """

@@ -60,7 +60,9 @@ def check(
 
     Example: [bold]up-streamer check --config vehicle.toml --connect[/]
     """
+    from streamer.commands.stored_interest import notes_of_subscriptions
     from streamer.parts import endpoints_of, notes_of, reserve_of, rule_of, too_small_note
+    from streamer.unmatched import unknown_authorities
 
     if take_over and not connect:
         raise invalid("--take-over says how --connect goes about it: give both")
@@ -68,7 +70,7 @@ def check(
         loaded = configs.load(config)
         check_extra(loaded)
         check_tracing(loaded.tracing)
-    found = usable_files(loaded, config)
+    found = _usable_files_and_stores(loaded, config)
     made = asyncio.run(_make_transports(loaded))
     if connect:
         from streamer.commands.connect import check_connections
@@ -79,7 +81,8 @@ def check(
     endpoints = endpoints_of(loaded, made)
     following = notes_of(loaded, endpoints, map(rule_of, loaded.rules))
     disk = too_small_note(loaded, disk_limit(loaded.streamer.data_dir / LOG_NAME, reserve_of(loaded)))
-    notes = [*(f"{config}:{one.line}: {one.what}" for one in found), *endpoints.notes(), *disk, *following]
+    notes = [*_lines(config, found), *endpoints.notes(), *disk, *following]
+    notes += [*unknown_authorities(loaded, endpoints), *notes_of_subscriptions(loaded, endpoints)]
     paused = pauses.read(pauses.file_of(loaded.streamer.data_dir / pauses.FILE))
     if as_json:
         print(json.dumps(_as_dict(loaded, notes, paused)))
@@ -108,8 +111,31 @@ def usable_files(config: Config, path: Path) -> list[Finding]:
     """Returns what is notable about the files that a configuration names. Raises FAILED_PRECONDITION if one of them
     can't be used."""
     found = findings(config, path.read_text(encoding="utf-8-sig"))
-    if wrong := [f"{path}:{one.line}: {one.what}" for one in found if one.fatal]:
+    if wrong := _lines(path, [one for one in found if one.fatal]):
         raise UStatusError(UCode.FAILED_PRECONDITION, "\n".join(wrong))
+    return found
+
+
+def _lines(path: Path, found: Iterable[Finding]) -> list[str]:
+    return [f"{path}:{one.line}: {one.what}" for one in found]
+
+
+def _usable_files_and_stores(config: Config, path: Path) -> list[Finding]:
+    """Returns what is notable about the files that a configuration names, and those in its data_dir. Raises
+    FAILED_PRECONDITION with everything that was found if a start does not get over some of it."""
+    from streamer.commands.stored_files import findings_of_stores
+    from streamer.commands.stored_interest import notes_of_subscriptions
+    from streamer.parts import bare_endpoints_of
+
+    text = path.read_text(encoding="utf-8-sig")
+    line = line_of(text, ("streamer", "data_dir"))
+    stored = [Finding(line, f"streamer.data_dir: {one.what}", one.is_fatal) for one in findings_of_stores(config)]
+    found = [*findings(config, text), *stored]
+    wrong = _lines(path, [one for one in found if one.fatal])
+    if wrong:
+        notes = _lines(path, [one for one in found if not one.fatal])
+        notes += notes_of_subscriptions(config, bare_endpoints_of(config))
+        raise UStatusError(UCode.FAILED_PRECONDITION, "\n".join([*wrong, *(f"note: {note}" for note in notes)]))
     return found
 
 

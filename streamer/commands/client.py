@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Annotated, Final
 
 import typer
@@ -20,10 +20,12 @@ from streamer.commands.options import uri as uri_of
 from streamer.commands.terminal import Misuse
 from streamer.operating import known
 from streamer.operating.readable import as_dict, payload_value
+from streamer.walk.ledger import units_of
 from uprotocol import uri as uris
 from uprotocol.attributes import PUBLISH
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.pacing import Pace
 from uprotocol.status import UStatusError
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -31,6 +33,10 @@ from uprotocol.v1.uri_pb2 import UUri
 
 RECEIVED_MAX: Final = 100_000  # messages that wait to be printed; beyond it, receiving waits
 PROGRESS_S: Final = 0.5  # between two progress lines
+# messages, and KiB of their payload, a second: below what a gateway takes of one vehicle while it is busy
+# (limits.authority_messages_per_s); what it drops above that, the network has told us that it took
+RATE_PER_S: Final = 4_000
+BATCH_MAX: Final = 256  # messages per send_batch
 START_MS_MAX: Final = 4_102_444_800_000  # the year 2100; a larger value is probably in another unit
 
 
@@ -67,6 +73,9 @@ def publish(
     count: Annotated[int, typer.Option(min=1, max=1_000_000)] = 1,
     ttl_ms: Annotated[int | None, typer.Option(min=0, help="Time to live of the message; 0: no limit.")] = None,
     priority: Annotated[str, typer.Option(help="CS0 to CS6.")] = "CS1",
+    rate: Annotated[
+        int, typer.Option(min=1, help="Messages per second, at most; one counts once more for each KiB of its payload.")
+    ] = RATE_PER_S,
     as_json: AsJson = False,
 ) -> None:
     """Publish a message.
@@ -77,15 +86,24 @@ def publish(
     logs.configure()
     uri = uri_of(topic)
     network, data, level = where.network(uri.authority_name or None), payload.read(), _priority(priority)
-    sent = []
-    for _ in range(count):
+
+    def message() -> UMessage:
         builder = UMessageBuilder(PUBLISH, uri).with_priority(level)
         if ttl_ms is not None:
             builder.with_ttl(ttl_ms)
-        sent.append(builder.build_from_upayload(data))
-    terminal.finish(_send(network, sent))
-    for message in sent:
-        show(message, as_json)
+        return builder.build_from_upayload(data)
+
+    first = message()  # a mistake is reported before the network is opened
+    units = units_of(len(first.payload))
+    if count * units > rate:
+        _tell_rate(f"{rate // units or 1} messages", rate)
+    messages = itertools.chain([first], (message() for _ in range(count - 1)))
+    terminal.finish(_send(network, messages, Pace(rate, time.monotonic), lambda one: show(one, as_json)))
+
+
+def _tell_rate(what: str, rate: float) -> None:
+    below = ", less than a gateway takes of one sender by default" if rate <= RATE_PER_S else ""
+    terminal.err.print(f"sending at most {what} a second{below}; --rate changes it", markup=False)
 
 
 def _priority(text: str) -> UPriority.ValueType:
@@ -138,8 +156,9 @@ def replay(
         typer.Option(min=0, max=START_MS_MAX, help="Time of the first row in Unix milliseconds; without it, now."),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(min=0.1, help="Samples per second; without it, as fast as the network accepts them.")
-    ] = None,
+        float,
+        typer.Option(min=0.1, help="Samples per second; the default is below what a gateway takes of one sender."),
+    ] = RATE_PER_S,
     as_json: AsJson = False,
 ) -> None:
     """Replay a drive: each sample as one publish.
@@ -170,6 +189,8 @@ def replay(
 
     async def work() -> Counter[str]:
         async with network.open() as opened:
+            if len(drive.rows) * len(drive.signals) > rate:
+                _tell_rate(f"{rate:g} samples", rate)
             return await drives.replay(opened, samples, rate=rate, on_progress=progress)
 
     counts = terminal.finish(work())
@@ -259,11 +280,17 @@ async def _listen(
                 await client.close()
 
 
-async def _send(network: Network, sent: list[UMessage]) -> None:
+async def _send(
+    network: Network, messages: Iterator[UMessage], pace: Pace, on_sent: Callable[[UMessage], None]
+) -> None:
+    """Sends the messages, no faster than `pace` in units. Raises the UStatusError of the first that is refused."""
     async with network.open() as transport:
-        for status in await transport.send_batch(sent):
-            if status.code:
-                raise UStatusError.from_status(status)
+        while batch := list(itertools.islice(messages, BATCH_MAX)):
+            await pace.spend(sum(units_of(len(one.payload)) for one in batch))
+            for message, status in zip(batch, await transport.send_batch(batch), strict=True):
+                if status.code:
+                    raise UStatusError.from_status(status)
+                on_sent(message)
 
 
 async def _call(network: Network, method: UUri, payload: UPayload, options: CallOptions) -> UPayload:

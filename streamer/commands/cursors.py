@@ -191,7 +191,7 @@ def _rows(path: Path) -> tuple[list[Any], int, int]:
     """Returns all cursors and the seqs of the newest and the oldest record. Raises as `listed`."""
     _require_log(path)
     try:
-        db = REAL_DISK.connect(path, read_only=True)
+        db = REAL_DISK.look(path)
         try:
             rows = list(CURSOR.read(db, []))
             newest, oldest = db.execute("SELECT max(first_seq + records - 1), min(first_seq) FROM chunk").fetchone()

@@ -186,7 +186,8 @@ def subscriptions(
     watch: Annotated[bool, typer.Option("--watch", help="Print each change as it happens, until interrupted.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show who is subscribed to what, from the store of a uSubscription service, while it runs or not.
+    """Show who is subscribed to what, from the store of a uSubscription service, while it runs or not; with --config,
+    also which rule keeps a topic from its subscriber.
 
     Example: [bold]up-streamer subscriptions --config vehicle.toml --topic //vehicle1/FFFFFFFF/FF/FFFF --watch[/]
     """
@@ -196,7 +197,8 @@ def subscriptions(
     if (store is None) == (config is None):
         raise Misuse("say either --store FILE or --config FILE")
     filters = [uri_of(text) if text is not None else None for text in (topic, subscriber)]
-    path = store if store is not None else load(config or Path()).streamer.data_dir / "usubscription.db"
+    loaded = load(config) if config is not None else None
+    path = loaded.streamer.data_dir / "usubscription.db" if loaded is not None else store or Path()
     if not path.is_file():
         raise invalid(f"there is no store at {path}: pass the file that the service was started with")
     with StoreView(path) as view:
@@ -206,7 +208,11 @@ def subscriptions(
         if watch:
             return
         entries, summary = view.subscriptions(*filters), view.summary()
+    if loaded is not None:
+        from streamer.commands.stored_interest import add_causes
+
+        add_causes(loaded, entries)
     counts = f"{summary['subscriptions']} subscriptions at {summary['authority']}"
     title = f"{counts}, {summary['remote_commands_pending']} commands pending"
-    columns = ("topic", "subscriber", "status", "expires", "sample_period_ms", "waiting_for")
+    columns = ("topic", "subscriber", "status", "expires", "sample_period_ms", "waiting_for", "not_forwarded")
     terminal.tell_all(as_json, entries, title, columns)

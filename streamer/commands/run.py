@@ -122,6 +122,8 @@ def usubscription(
     def tell(state: dict[str, Any]) -> None:
         ready = f"ready: core.usubscription of {authority} on {transport}"
         line = ready if state["ready"] else f"every request is answered UNAVAILABLE: {state['trouble']}"
+        if "note" in state:
+            line += f"\nnote: {state['note']}"
         with contextlib.suppress(OSError):
             terminal.tell(as_json, state, line)
 

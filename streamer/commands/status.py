@@ -31,7 +31,7 @@ WATCH_S: Final = 1.0  # between two looks
 STOPPED: Final = "stopped"
 COLUMNS: Final = (
     *("endpoint", "state", "for", "in/s", "out/s", "waiting", "lag"),
-    *("retries", "held", "last in", "last out"),
+    *("retries", "held", "lost", "last in", "last out"),
 )
 MIB: Final = 1 << 20
 _NUMBERS: Final = re.compile(r"\d+")  # a line that differs only in these is the same
@@ -79,7 +79,7 @@ def _asked(folder: Path, endpoint: str | None) -> dict[str, Any]:
 def _stopped(folder: Path) -> dict[str, Any]:
     try:
         if (folder / control.LOG_LOCK).exists():
-            REAL_DISK.lock(folder / control.LOG_LOCK).release()
+            REAL_DISK.require_not_in_use(folder / control.LOG_LOCK)
     except InUseError as error:
         why = f"the streamer with data_dir {folder} runs as process {error}, and does not answer yet: try again, or "
         raise UStatusError(UCode.UNAVAILABLE, why + "see its log") from None
@@ -126,6 +126,7 @@ def _row(one: dict[str, Any], now: str) -> list[object]:
         lag,
         one["retries"],
         one["held_count"],
+        one["lost"],
         _age(one["last_in"], now),
         _age(one["last_out"], now),
     ]

@@ -189,6 +189,11 @@ class EndpointSection(Section):
     hold: bool = True
     """publishes at whose address nobody there listens, as far as the network can say, wait until somebody does
     (`egress.unheard_hours`); `false`: they are sent all the same, and are lost. See [delivery.md](delivery.md)"""
+    messages_per_s: int | None = Field(default=None, ge=1)
+    """publishes and notifications a second that leave for this network, for an endpoint that leads to a gateway which
+    serves many like us: when all come back at once, it and its broker must bear the sum. A message counts once more for
+    each KiB; what a second allows may leave at once, in batches of a quarter; requests and responses don't wait.
+    Without it `egress.messages_per_s`. See [delivery.md](delivery.md#when-a-gateway-has-too-much-to-do)"""
     settings: dict[str, Any] = {}
     """the transport's own, see there"""
 
@@ -349,9 +354,8 @@ class EgressSection(Section):
     unheard_hours: float = Field(default=HELD_HOURS, gt=0)
     """the same for publishes at whose address nobody listens"""
     messages_per_s: int | None = Field(default=None, ge=1)
-    """to one endpoint, so that a vehicle that is back after days keeps below what the cloud takes of one authority
-    (`limits.authority_messages_per_s`); what a second allows may leave at once, in batches of a quarter. Without it
-    4000 for an endpoint with a `suffix`, and as fast as it goes for others"""
+    """the same for each endpoint that has no `messages_per_s` of its own. Without both, 1000 for an endpoint with a
+    `suffix`, and as fast as it goes for others"""
 
 
 class ExpressSection(Section):
@@ -372,9 +376,9 @@ class LimitsSection(Section):
     message_bytes_max: int = Field(default=MESSAGE_BYTES_MAX, ge=1 << 16, le=1 << 27)
     """of a payload; announced to the network where its protocol can, counted as `too_large` elsewhere"""
     authority_messages_per_s: int = Field(default=UNITS_PER_S, ge=1)
-    """what an authority that only a pattern names (a vehicle of a fleet) may send in the mean of some seconds while the
-    streamer has more to do than it can; the rest is dropped as `over_quota`. A message counts once more for each KiB.
-    Authorities that an endpoint names have no such limit"""
+    """what an authority that only a pattern names (a vehicle of a fleet) may send while the streamer has more to do
+    than it can: 2 seconds of it may come at once, and 100 seconds of what the durable log keeps. The rest is dropped
+    as `over_quota`. A message counts once more for each KiB. Authorities that an endpoint names have no such limit"""
 
 
 class DispatchSection(Section):

@@ -280,7 +280,7 @@ class CatchUp:
         topics = set(targets)
         taken = [hold for hold in self.taken if hold.is_taken and not hold.is_over]
         for hold in taken:
-            hold.is_taken, hold.is_returning = False, True
+            self._address_holds.begin_return(hold)
             for stream, more in (await self._targets_in(hold)).items():
                 targets[stream] = _both(targets.get(stream, ()), more)
         for hold in taken:
@@ -358,7 +358,7 @@ class CatchUp:
             self._peer.dropped["expired_while_held"] += 1
             return
         plan = self._plans.plan_for(stream, targets)
-        self._plans.count_held(plan, seq)
+        self._plans.count_held(plan, seq, stream)
         self._sender.queue.add(self._plans.copies(plan, item))
 
     def _release(self, hold: AddressHold) -> None:

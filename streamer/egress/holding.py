@@ -228,6 +228,8 @@ class Holding:
             after = self._delivered_up_to(stream)
             self._topic_holds.hold(stream, min(after, first.get(stream, after + 1) - 1))
             self._catch_up.withdraw_topic(stream)
+            for hold in self._address_holds.values():
+                self._address_holds.uncount(hold, stream)
 
     def _streams_in_holds(self) -> Iterator[Set[int]]:
         for hold in self._address_holds.values():
@@ -272,7 +274,6 @@ class Holding:
                 self._topic_holds.move(stream, to)
         for hold in self._address_holds.values():
             self._address_holds.move(hold, to)
-            hold.records = min(hold.records, max(0, self._plans.read - to))
         self._catch_up.skip(to)
         self._plans.read = max(self._plans.read, to)
         return len(dropped)
@@ -314,6 +315,8 @@ class Holding:
             for stream in publishes:
                 owed[stream] = min(hold.after, owed.get(stream, hold.after))
             hold.streams.difference_update(publishes)
+            for stream in publishes:
+                self._address_holds.uncount(hold, stream)
             self._address_holds.forget_head(hold)
             if not hold.streams:
                 self._address_holds.drop(hold)

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from array import array
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +53,7 @@ CURSORS_RESERVED: Final = 2_000  # for peers and consumers
 # addresses in merged units of one peer; with more, no further one is held, so that a stranger who makes up addresses
 # delays nobody else
 COVERED_MAX: Final = 20_000
+COUNTED_MAX: Final = 1 << 20  # seqs of one peer that are counted, 8 bytes each; of more a part is known ("at least")
 DUE_MAX: Final = 8 * ADDRESSES_MAX  # scheduled times, including outdated ones
 HEADS_BYTES_MAX: Final = 4 << 20  # of first messages in memory; the others are read from the log
 RETRY_S_MIN: Final = 1.0  # until the first message of a hold is tried again; doubled each time
@@ -60,9 +63,11 @@ YOUNG_MAX: Final = 64
 HELD_HOURS: Final = 24.0  # longest wait of messages that a network refuses, or nobody listens to
 NOTE_S: Final = 3_600.0  # between two saves of how long something has been held
 LOGGED_MAX: Final = 16  # holds of a label with a log line each; a stranger may cause thousands
-SHOWN_AFTER_S: Final = 60.0  # a hold that is older is a condition of its endpoint
+SHOWN_AFTER_S: Final = 60.0  # a hold that may end by itself is a condition of its endpoint once it is older
 
 ACCESS_CODES: Final = (UCode.PERMISSION_DENIED, UCode.UNAUTHENTICATED)
+# refusals of a shortage, which often ends without a person
+PASSING_CODES: Final = (UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED, UCode.RESOURCE_EXHAUSTED)
 Kind = Literal["refused", "unheard"]
 Label = Literal["refused", "unheard", "left"]
 LABELS: Final[tuple[Label, ...]] = ("refused", "unheard", "left")
@@ -206,7 +211,10 @@ class AddressHold:
     streams: set[int] = field(default_factory=set)  # ids of the log that are known since the start
     is_loaded: bool = False  # from before a restart: it may have more streams
     covers: set[str] | None = None  # addresses of a merged unit; None: unknown after a restart, so any
-    records: int = 0  # known since the start to wait
+    # seqs that wait, in order, by stream; a record may come by several ways, and counts once
+    counted: dict[int, array[int]] = field(default_factory=dict)
+    records: int = 0  # in `counted`
+    are_counted: bool = True  # False: more records wait than `counted` has
     head: QueuedRecord | None = None  # the first message that waits, if it is in memory
     was_heard: bool = False  # somebody has listened there in this process
     tries: int = 0
@@ -223,6 +231,10 @@ class AddressHold:
     @property
     def label(self) -> Label:
         return "left" if self.kind == "unheard" and self.was_heard else self.kind
+
+    @property
+    def may_end_by_itself(self) -> bool:
+        return self.kind == "unheard" or self.code in PASSING_CODES
 
     @property
     def is_waiting(self) -> bool:
@@ -242,7 +254,7 @@ class HeldState(NamedTuple):
     units: int
     records: int  # at least
     are_counted: bool  # False: holds from before the last start may have more records
-    oldest: AddressHold
+    oldest: AddressHold  # of those that can't end by themselves, if there are any
     waited_s: float  # of the oldest
 
     def sentence(self, now_ms: int) -> str:
@@ -272,6 +284,7 @@ class AddressHolds(dict[str, AddressHold]):
         self.merged: dict[str, AddressHold] = {}  # the units of several addresses
         self._labels = Counter[Label]()  # of the holds
         self._heads_bytes = 0
+        self._counted = 0  # seqs in all holds
         self._due: list[tuple[float, int, AddressHold]] = []  # a heap, by loop time
         self._count = itertools.count()
         self.ended = 0  # holds that were ended at their limit
@@ -330,8 +343,9 @@ class AddressHolds(dict[str, AddressHold]):
         """Yields the state of each label that has holds."""
         for label in LABELS if self else ():
             if holds := [hold for hold in self.values() if hold.label == label]:
-                records, oldest = sum([hold.records for hold in holds]), min(holds, key=attrgetter("began"))
-                are_counted = not any(hold.is_loaded for hold in holds)
+                records = sum([hold.records for hold in holds])
+                oldest = min(holds, key=attrgetter("may_end_by_itself", "began"))
+                are_counted = all(hold.are_counted and not hold.is_loaded for hold in holds)
                 yield HeldState(label, len(holds), records, are_counted, oldest, self._time() - oldest.began)
 
     # Hold
@@ -434,7 +448,10 @@ class AddressHolds(dict[str, AddressHold]):
         are_covers_known = all(one.unit[0] == "=" or one.covers is not None for one in merging)
         for one in merging:
             merged.streams |= one.streams
-            merged.records += one.records
+            for stream, seqs in one.counted.items():
+                for seq in seqs:
+                    self._count_record(merged, seq, stream)
+            merged.are_counted = merged.are_counted and one.are_counted
             merged.is_loaded = merged.is_loaded or one.is_loaded
             merged.was_heard = merged.was_heard or one.was_heard
             if one.unit[0] == "=":
@@ -464,9 +481,10 @@ class AddressHolds(dict[str, AddressHold]):
 
     def wait_behind(self, hold: AddressHold, item: QueuedRecord) -> None:
         """Have `item` wait in `hold`."""
-        self.passed(hold, item[0])
+        self.passed(hold, item[0], item[2])
         hold.streams.add(item[2])
-        if hold.head is None and hold.records > 1 and item[0] - 1 > hold.after:
+        others_wait = not hold.are_counted or hold.records > 1
+        if hold.head is None and others_wait and item[0] - 1 > hold.after:
             return  # the first message is not in memory
         if hold.head is None or item[0] < hold.head[0]:
             self.forget_head(hold)
@@ -475,17 +493,49 @@ class AddressHolds(dict[str, AddressHold]):
                 hold.head = item
                 self._heads_bytes += size
 
-    def passed(self, hold: AddressHold, seq: int) -> None:
-        """Have the record `seq` wait in `hold`."""
+    def passed(self, hold: AddressHold, seq: int, stream: int) -> None:
+        """Have the record `seq` of `stream` wait in `hold`."""
         if hold.is_over:
             return  # it was merged into a unit whose position is not later than its own
-        hold.records += 1
+        self._count_record(hold, seq, stream)
         hold.tried = min(hold.tried, seq)
         if seq <= hold.after:
             hold.after = seq - 1
             self.forget_head(hold)
             if hold.has_row or self._is_behind_cursor(hold):
                 self._save(hold)
+
+    def _count_record(self, hold: AddressHold, seq: int, stream: int) -> None:
+        """Count the record `seq`, unless it is counted already."""
+        seqs = hold.counted.get(stream)
+        if seqs is None:
+            seqs = hold.counted[stream] = array("Q")
+        at = len(seqs) if not seqs or seqs[-1] < seq else bisect_left(seqs, seq)
+        if at < len(seqs) and seqs[at] == seq:
+            return
+        if self._counted >= COUNTED_MAX:
+            hold.are_counted = False
+            return
+        seqs.insert(at, seq)
+        self._change_count(hold, 1)
+
+    def _change_count(self, hold: AddressHold, by: int) -> None:
+        hold.records += by
+        self._counted += by
+
+    def uncount(self, hold: AddressHold, stream: int) -> None:
+        """Count the records of `stream` no longer: they wait elsewhere."""
+        self._change_count(hold, -len(hold.counted.pop(stream, ())))
+
+    def begin_return(self, hold: AddressHold) -> None:
+        """Note that everything in `hold` is read back and sent from now on. What is refused again counts again."""
+        hold.is_taken, hold.is_returning = False, True
+        self._uncount_all(hold)
+
+    def _uncount_all(self, hold: AddressHold) -> None:
+        self._change_count(hold, -hold.records)
+        hold.counted.clear()
+        hold.are_counted = True
 
     def _is_behind_cursor(self, hold: AddressHold) -> bool:
         """Returns whether the pump's cursor has passed the position of a hold, as for a topic that was held before.
@@ -552,7 +602,6 @@ class AddressHolds(dict[str, AddressHold]):
         if self._time() - hold.began >= YOUNG_S and self._labels[hold.label] <= LOGGED_MAX:
             what = "the network takes messages for an address again: what has waited follows"
             log.info(what, endpoint=self._peer, address=hold.name, records=hold.records)
-        hold.records = 0
 
     def drop(self, hold: AddressHold) -> None:
         """Remove a hold in which nothing waits any more."""
@@ -563,6 +612,7 @@ class AddressHolds(dict[str, AddressHold]):
         self._young.pop(hold.unit, None)
         self.merged.pop(hold.unit, None)
         self.forget_head(hold)
+        self._uncount_all(hold)
         if hold.has_row:
             self._log.cursors.drop(self._row_of(hold))
 
@@ -575,6 +625,10 @@ class AddressHolds(dict[str, AddressHold]):
         """Move the position of a hold to `after`: nothing up to it waits any more."""
         if after > hold.after:
             hold.after = after
+            for seqs in hold.counted.values():
+                if passed := bisect_right(seqs, after):
+                    del seqs[:passed]
+                    self._change_count(hold, -passed)
             if hold.head is not None and hold.head[0] <= after:
                 self.forget_head(hold)
             if hold.has_row:

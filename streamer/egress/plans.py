@@ -203,16 +203,16 @@ class Plans:
         if plan.park:
             self.topic_holds.park(stream, seq - 1, plan.targets)
             plan = self.by_stream[stream] = self.plan(stream)
-        self.count_held(plan, seq)
+        self.count_held(plan, seq, stream)
         if seq <= plan.since or not plan.targets:
             return []
         return [item] if plan.as_is else self.copies(plan, item)
 
-    def count_held(self, plan: Plan, seq: int) -> None:
-        """Count the record `seq` in the holds of its plan, where it waits."""
+    def count_held(self, plan: Plan, seq: int, stream: int) -> None:
+        """Count the record `seq` of `stream` in the holds of its plan, where it waits."""
         for hold, since in plan.held:
             if seq > since:
-                self.address_holds.passed(hold, seq)
+                self.address_holds.passed(hold, seq, stream)
 
     def copies(self, plan: Plan, item: QueuedRecord) -> list[QueuedRecord]:
         """Returns the message as the peer gets it, once or once per authority, thinned by the sample periods."""

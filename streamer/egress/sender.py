@@ -15,8 +15,9 @@ ingress -> put -> queue (bounded) -> Sender -> peer
              +--------- fail ----------+--> a request's originator gets a response that says why; a dead letter
                                        '--> frames and answers of histories: counted, since a follower asks again
 
-A network that is away is tried again until the ttl ends. Where it says that nobody takes a request, the originator gets
-its answer at once.
+A network that is away is tried again until the ttl ends. A request that nobody takes, as its network says, is tried
+again for UNHEARD_S, since networks learn of a new listener a moment late; then its originator gets UNAVAILABLE.
+Requests to the same method by the same caller wait behind it.
 
 A queue is bounded in messages and bytes. So that a caller who floods a stalled peer leaves capacity for the others,
 - a caller (the uEntity that is the source of a request, or the sink of a response) has at most a quarter,
@@ -58,7 +59,7 @@ BATCHES_MAX: Final = 32  # in flight at once; each is a task of some 3 KB
 SPACING_S: Final = 0.005
 # of payload in flight, plus one batch; as much as our transports have in flight
 BYTES_MAX: Final = 16 << 20
-# how long a pump that ends waits for answers, so that the next start sends less again
+# how long a pump or an express queue that ends waits for answers, so that less is sent again
 LAND_S: Final = 0.5
 # of the express way: messages sent at once; few, so that an urgent one does not wait long
 EXPRESS_MESSAGES_MAX: Final = 256
@@ -67,9 +68,14 @@ EXPRESS_BYTES_MAX: Final = 4 << 20  # ... and at least one message: a transport 
 # may be refused at once, and each gets an answer
 ANSWERS_MAX: Final = 16_384
 SENDERS_SHARE: Final = 2  # the callers of one authority together get a half: one host can invent many callers
+# how long a request is tried again while its network knows nobody who takes it, but at most half of its remaining ttl:
+# longer than a new listener needs to be known behind several routers
+UNHEARD_S: Final = 0.5
+UNHEARD_PAUSE_S_MIN: Final = 0.01  # before it is tried again; as long as it has waited already, within these limits
+UNHEARD_PAUSE_S_MAX: Final = 0.1
 ASKED_AGAIN: Final = frozenset((ids.DESCRIBE, ids.POLL, ids.COMMAND))  # methods of a history that callers repeat
 
-T = TypeVar("T", bound=tuple[Any, EncodedMessage, Any])
+T = TypeVar("T", bound=tuple[Any, EncodedMessage, *tuple[Any, ...]])
 QueuedRecord = tuple[int, EncodedMessage, int]  # seq, message, and the log's id of its stream
 OrderKey = tuple[bytes, int]
 """((type, source, sink), priority class): messages with the same key keep their order."""
@@ -172,7 +178,7 @@ class Sender(Generic[T]):
         cost: Callable[[list[T]], int] = len,
     ) -> None:
         """`messages_max`, `bytes_max`: of a full batch. `cost`: units that `pace` counts for a batch."""
-        self._peer, self._cost = peer, cost
+        self.peer, self._cost = peer, cost
         self.messages_max, self.bytes_max, self.pace = messages_max, bytes_max, pace
         self.queue: PriorityQueue[T] = PriorityQueue()
         self.flights: deque[Flight[T]] = deque()
@@ -201,7 +207,7 @@ class Sender(Generic[T]):
             return 0.0 if queue.messages else None
         if self.have_failed or len(self.flights) >= BATCHES_MAX or self._bytes >= BYTES_MAX:
             return None
-        if self._messages >= self._peer.in_flight_messages:
+        if self._messages >= self.peer.in_flight_messages:
             return None
         is_full = queue.messages >= self.messages_max or queue.bytes >= self.bytes_max
         return 0.0 if is_full else self._next_at
@@ -210,18 +216,18 @@ class Sender(Generic[T]):
         """Send `batch` behind those in flight, at the pace. If the network takes one batch at a time, or this is a
         trial, wait for the answer, since others would only fail behind it. Returns False if an earlier message has
         failed meanwhile; then `batch` has to go back to the queue."""
-        if self._peer.spans is not None:
-            self._peer.spans.ready(self._peer.name, [item[1] for item in batch])
+        if self.peer.spans is not None:
+            self.peer.spans.ready(self.peer.name, [item[1] for item in batch])
         if self.pace is not None:
             self.waiting = batch
             await self.pace.spend(self._cost(batch))
             self.waiting = []
             if self.have_failed:
                 return False
-        is_alone = not self.flights and (is_trial or self.is_failing or not self._peer.in_flight_messages)
+        is_alone = not self.flights and (is_trial or self.is_failing or not self.peer.in_flight_messages)
         messages = [item[1] for item in batch]
         octets = sum([len(message.payload) for message in messages])
-        answer = self._peer.sends.begin(messages, self._answered, lambda: self.have_failed or self.is_held)
+        answer = self.peer.sends.begin(messages, self._answered, lambda: self.have_failed or self.is_held)
         self.flights.append(Flight(batch, octets, oldest_seq, answer))
         self.begun += 1
         self._messages += len(batch)
@@ -253,8 +259,8 @@ class Sender(Generic[T]):
             landed.items.extend(items)
             landed.statuses.extend(answer.result())
         self.have_failed = self.have_failed and bool(self.flights)
-        if landed.items and self._peer.spans is not None:
-            self._peer.spans.answered(self._peer.name, [item[1] for item in landed.items], landed.statuses)
+        if landed.items and self.peer.spans is not None:
+            self.peer.spans.answered(self.peer.name, [item[1] for item in landed.items], landed.statuses)
         return landed
 
     async def answered(self, timeout_s: float | None = None) -> None:
@@ -267,6 +273,14 @@ class Sender(Generic[T]):
         for flight in self.flights:
             flight.answer.cancel()
 
+    def take_back(self) -> None:
+        """Stop waiting for answers, and put what was not answered back into the queue."""
+        self.drop()
+        self.queue.put_back([*self.in_flight])
+        self.flights.clear()
+        self._messages = self._bytes = 0
+        self.have_failed = False
+
 
 # -- the express way
 
@@ -275,6 +289,8 @@ class ExpressMessage(NamedTuple):
     size: int
     message: EncodedMessage
     accounts: list[tuple[Shares[Hashable], Hashable]]  # the limits that it counts toward, and the owner in each
+    unheard_since: float = 0.0  # loop time of the first answer that nobody takes it; 0: none
+    unheard_until: float = 0.0  # loop time after which such an answer is final
 
 
 def _asked_again(message: EncodedMessage) -> str:
@@ -312,7 +328,17 @@ class Express:
         self._inside: set[asyncio.Future[None]] = set()
 
     def add_endpoint(self, endpoint: Endpoint) -> None:
-        self.queues[endpoint.name] = ExpressQueue(endpoint, self, self._backoff())
+        """Add a queue for it, or continue with the one that `rename` has kept for it."""
+        if (kept := self.queues.get(endpoint.name)) is not None:
+            kept.change_peer(endpoint)
+        else:
+            self.queues[endpoint.name] = ExpressQueue(endpoint, self, self._backoff())
+
+    def rename(self, old: str, new: str) -> None:
+        """Keep what waits for endpoint `old` for `new`: in the same step, `old` is removed and `new` is added. Call it
+        once `run` of the queue has been cancelled."""
+        if old in self.queues:
+            self.queues[new] = self.queues.pop(old)
 
     def limit(self, messages_max: int) -> None:
         """Change how many messages may wait for each endpoint, and wait between attempts as `backoff` says now."""
@@ -322,7 +348,8 @@ class Express:
 
     def remove_endpoint(self, name: str) -> None:
         """Fail what waits in its queue with UNAVAILABLE. Call it once `run` of the queue has been cancelled."""
-        self.queues.pop(name).fail_all(UCode.UNAVAILABLE, f"endpoint {name!r} was removed")
+        if (queue := self.queues.pop(name, None)) is not None:  # None: `rename` has kept it
+            queue.fail_all(UCode.UNAVAILABLE, f"endpoint {name!r} was removed")
 
     def fail(
         self,
@@ -368,6 +395,13 @@ class ExpressQueue:
         self._frames: Shares[Hashable] = Shares(*limits, SENDERS_SHARE)
         self._answers: Shares[Hashable] = Shares(ANSWERS_MAX, express.bytes_max, CALLERS_SHARE)
         self._sender = Sender[ExpressMessage](peer, EXPRESS_MESSAGES_MAX, EXPRESS_BYTES_MAX)
+        self._unheard: dict[
+            OrderKey, list[ExpressMessage]
+        ] = {}  # requests that nobody takes, until they are tried again
+
+    def change_peer(self, peer: Endpoint) -> None:
+        """Send what waits to `peer`: the same network under another name. Call it while `run` does not run."""
+        self.peer = self._sender.peer = peer
 
     def limit(self, messages_max: int, backoff: Backoff) -> None:
         for shares in (self._callers, self._senders, self._frames):
@@ -433,18 +467,22 @@ class ExpressQueue:
             self._express.fail(entry.message, code, reason, self.peer)
 
     def fail_all(self, code: UCode.ValueType, reason: str) -> None:
-        for entry in list(self._sender.queue):
+        unheard = list(chain.from_iterable(self._unheard.values()))
+        self._unheard.clear()
+        for entry in (*unheard, *self._sender.queue):
             self._end(entry, code, reason)
 
     async def run(self) -> None:
-        """Send until cancelled."""
+        """Send until cancelled. Then wait for answers, LAND_S at most; what was not taken waits in the queue."""
         sender = self._sender
         try:
             while True:
                 sender.wake.clear()
                 landed, leaves_at = sender.landed(), sender.leaves_at()
                 if landed.items:
-                    await self._settle(*landed)
+                    self._settle(*landed)
+                    if sender.is_failing:
+                        await self._backoff.wait(self._soonest_expiry_ms())
                 elif leaves_at is None or leaves_at > asyncio.get_running_loop().time():
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout_at(leaves_at):
@@ -452,7 +490,12 @@ class ExpressQueue:
                 elif batch := self._next_batch():
                     await sender.send(batch)
         finally:
-            sender.drop()
+            try:
+                await sender.answered(LAND_S)
+            finally:
+                if (landed := sender.landed()).items:
+                    self._settle(*landed)
+                sender.take_back()
 
     def _next_batch(self) -> list[ExpressMessage]:
         """Returns the next messages, the highest class first, without those that have expired."""
@@ -462,14 +505,18 @@ class ExpressQueue:
             if entry.message.is_expired(now):
                 what = f"its ttl ran out before endpoint {self.peer.name!r} took it"
                 self._end(entry, UCode.DEADLINE_EXCEEDED, what)
+            elif self._unheard and (waiting := self._unheard.get(key_of(entry.message))) is not None:
+                waiting.append(self._unheard_from_now(entry))
             else:
                 batch.append(entry)
         return batch
 
-    async def _settle(self, batch: list[ExpressMessage], statuses: list[UStatus]) -> None:
-        """Remove messages that were taken; the others are sent again after a pause, or fail."""
+    def _settle(self, batch: list[ExpressMessage], statuses: list[UStatus]) -> None:
+        """Remove messages that were taken; the others go back to the queue, or fail."""
         sent, again, refused = settle(batch, statuses)
-        refused += [(entry, status) for entry, status in again if is_nobody_listening(status)]
+        unheard = [(entry, status) for entry, status in again if is_nobody_listening(status)]
+        if unheard:
+            refused += self._try_again_soon(unheard)
         for entry in sent:
             self._uncount(entry)
         for entry, status in refused:
@@ -484,9 +531,40 @@ class ExpressQueue:
         was_failing, self._sender.is_failing = self._sender.is_failing, bool(waiting)
         if waiting:
             self._sender.queue.put_back(waiting)
-            await self._backoff.wait(self._soonest_expiry_ms())
         elif was_failing:
             self._backoff.reset()
+
+    def _try_again_soon(self, unheard: list[tuple[ExpressMessage, UStatus]]) -> list[tuple[ExpressMessage, UStatus]]:
+        """Let requests wait that nobody takes now. Returns the others: for them the answer is final."""
+        now, final = asyncio.get_running_loop().time(), list[tuple[ExpressMessage, UStatus]]()
+        for entry, status in unheard:
+            is_over = entry.unheard_until and now >= entry.unheard_until
+            if is_over or entry.message.stamp.type != attrs.REQUEST:
+                final.append((entry, status))
+                continue
+            key, waits = key_of(entry.message), self._unheard_from_now(entry)
+            if key in self._unheard:
+                self._unheard[key].append(waits)
+                continue
+            self._unheard[key] = [waits]
+            pause_s = min(max(now - waits.unheard_since, UNHEARD_PAUSE_S_MIN), UNHEARD_PAUSE_S_MAX)
+            pause_s = min(pause_s, max(waits.unheard_until - now, 0.0))
+            asyncio.get_running_loop().call_later(pause_s, self._try_again, key)
+        return final
+
+    def _unheard_from_now(self, entry: ExpressMessage) -> ExpressMessage:
+        """Returns the entry with the time until which it is tried again."""
+        if entry.unheard_until:
+            return entry
+        now, expires_ms = asyncio.get_running_loop().time(), entry.message.expires_ms
+        left_s = UNHEARD_S if expires_ms is None else max(expires_ms - uuids.now_ms(), 0) / 2_000
+        return entry._replace(unheard_since=now, unheard_until=now + min(UNHEARD_S, left_s))
+
+    def _try_again(self, key: OrderKey) -> None:
+        entries = self._unheard.pop(key, None)
+        if entries:
+            self._sender.queue.put_back(entries)
+            self._sender.wake.set()
 
     def _soonest_expiry_ms(self) -> int | None:
         """Returns the time until the next message expires, so that its originator gets the answer in time."""

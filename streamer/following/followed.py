@@ -30,6 +30,7 @@ from streamer.following.covered import Covered, Digest
 from streamer.following.sorting import Doorbell, HeldThere, Intake, Sorted, Sorting
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.hosted import AccessPattern
+from streamer.walk.view import match
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer import ids
@@ -164,7 +165,7 @@ class Followed:
 
     def records(self, source: UUri) -> bool:
         """Returns whether this topic is followed even if nobody wants it."""
-        return self.follow is not None and any(uris.matches(pattern, source) for pattern in self.follow.topics)
+        return self.follow is not None and match(self.follow.topics, source, self._follows.matched)
 
     def _end_here(self, topic: UUri) -> None:
         """Stop following a topic. A Beginning shows readers of epochs that our log has only a part of the open ones."""

@@ -79,7 +79,8 @@ class Follows(Intake, UListener):
         self._idle: dict[uris.Key, UUri] = {}
         self._rushed_until = 0.0  # loop time, see RUSHED_S
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._is_running = False
+        self._is_running = self._is_stopped = False
+        self._waits = set[asyncio.Timeout]()  # of answers, for the position in a history
         self._to_run: dict[str, Callable[[], Coroutine[None, None, None]]] = {}
         self._refused = 0  # announced histories beyond FOLLOWED_MAX
 
@@ -149,6 +150,9 @@ class Follows(Intake, UListener):
     async def stop(self) -> None:
         """Stop following. May be called twice."""
         self._is_running = False  # histories that announce themselves now are found after the next start
+        self._is_stopped = True
+        for limit in self._waits:
+            limit.reschedule(asyncio.get_running_loop().time())
         tasks, self._tasks = list(self._tasks.values()), {}
         for task in tasks:
             task.cancel()
@@ -312,12 +316,19 @@ class Follows(Intake, UListener):
         now = asyncio.get_running_loop().time()
         begun = (one for one in self if now < one.announced_at + BEGIN_S_MAX and not one.is_gateway)
         new = [one for one in begun if not one.has_position.is_set()]
-        topics = [to_uri(one.topic) for one in changes] if new and now >= self._rushed_until else []
+        is_rushed = now < self._rushed_until or self._is_stopped
+        topics = [to_uri(one.topic) for one in changes] if new and not is_rushed else []
         for followed in [one for one in new if any(ids.narrowed(one.service, topic) for topic in topics)]:
             try:
-                async with asyncio.timeout_at(followed.announced_at + BEGIN_S_MAX):
-                    await followed.has_position.wait()
+                async with asyncio.timeout_at(followed.announced_at + BEGIN_S_MAX) as limit:
+                    self._waits.add(limit)
+                    try:
+                        await followed.has_position.wait()
+                    finally:
+                        self._waits.discard(limit)
             except TimeoutError:
+                if self._is_stopped:  # nobody asks the history any more
+                    return
                 self._rushed_until = asyncio.get_running_loop().time() + RUSHED_S
                 what = "a subscription is answered though a history is silent: it counts there from when that answers"
                 log.info(what, service=followed.key)

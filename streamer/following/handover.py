@@ -52,14 +52,19 @@ class HandOvers:
         paused: Paused,
         announce: Callable[[UUri, Announcement], Awaitable[None]],
         absent_ms_max: int,
+        on_unknown: Callable[[UUri, str, Sequence[bytes]], None] = lambda follower, endpoint, incarnations: None,
     ) -> None:
-        """`followed_by`: the service of the follower behind an endpoint, by the endpoint's name. `announce(to, it)`
+        """`on_unknown(follower, endpoint, incarnations)` is called if a follower confirms records of logs that are
+        not here.
+
+        `followed_by`: the service of the follower behind an endpoint, by the endpoint's name. `announce(to, it)`
         sends an announcement, and raises UStatusError. Retention by age waits for a follower until it has been silent
         for `absent_ms_max` in all."""
         self._followed_by: dict[str, UUri] = {}
         self._endpoints: dict[str, Endpoint] = {}
         self._pumps: dict[str, list[Pump]] = {}
         self._logs, self._paused, self._announce = logs, paused, announce
+        self._on_unknown = on_unknown
         paused.before_pause(self._check_pause)
         self._turn = asyncio.Lock()
         self.refusals: dict[str, str] = {}  # why the last request for an endpoint was refused
@@ -241,6 +246,7 @@ class HandOvers:
 
     def acknowledged(self, caller: UUri, positions: Mapping[bytes, int]) -> None:
         """Note that the caller has stored all records up to here. Ignored if it follows for no endpoint."""
+        self._look_for_others(caller, positions)
         for name in self._taken:
             if uris.key(self._followed_by[name])[:3] != uris.key(caller)[:3]:
                 continue
@@ -253,6 +259,13 @@ class HandOvers:
                 if known < seq:
                     self._hold(name, source, seq)
                 pump.owed.clear_all()
+
+    def _look_for_others(self, caller: UUri, positions: Mapping[bytes, int]) -> None:
+        ours = {incarnation for one in self._logs for incarnation in (one.incarnation, *one.predecessors)}
+        others = [incarnation for incarnation, seq in positions.items() if seq and incarnation not in ours]
+        for name, service in self._followed_by.items() if others else ():
+            if uris.key(service)[:3] == uris.key(caller)[:3]:
+                self._on_unknown(service, name, others)
 
     # -- announcements
 

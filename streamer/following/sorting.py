@@ -68,6 +68,7 @@ class Intake:
         self._stamps = Stamps()
         self.valid = Cache[bytes, bool]()  # for attributes: what follows the id, and whether they are valid
         self.histories = 0  # number of histories that are followed
+        self.matched: set[uris.Key] = set()  # patterns of [[follow]] topics that have matched a topic
         self._wants_all = False  # the interest is unknown yet: somebody may want any topic
         # subscribed topics, by authority and by the family of the authority
         self._topics: dict[str, dict[uris.Key, UUri]] = {}
@@ -204,6 +205,8 @@ class Sorting:
             self._counts["unwanted"] += 1
             if verdict.reason:
                 self._endpoint.dropped[verdict.reason] += 1
+            if verdict.is_beyond_limit:
+                self._follows.ingress(self._endpoint).lose(verdict.account.authority, verdict.reason)
             return None
         key = message.id_bytes + verdict.source
         if not dispatch.window.take(key):

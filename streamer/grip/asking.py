@@ -87,6 +87,11 @@ class SharedLinks:
         FAILED_PRECONDITION for an answer that can't be held on with."""
         key = (url, host, tuple(sorted(last_ids.items())))
         request = self._flying.get(key)
+        if request is not None and request.task.done():
+            # `_landed` runs later in this turn of the loop. Awaiting it would not let the loop go on, so a caller that
+            # asks again until there is an answer would never end
+            self._forget(key, request)
+            request = None
         if request is None:
             request = self._flying[key] = _Request(lambda made: self._ask(made, url, dict(last_ids), host))
             self._wanted[url] += 1

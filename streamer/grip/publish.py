@@ -33,6 +33,12 @@ _STATUSES: Final = {
     UCode.UNAVAILABLE: 503,
 }
 
+# What the log says in place of a reason that quotes the request
+_UNQUOTED: Final = {
+    400: "not the JSON that is expected, or an unknown channel; the answer says which",
+    415: "expected Content-Type: application/json; the answer says which came",
+}
+
 log = structlog.get_logger()
 
 TakeItems = Callable[[Sequence[Item]], Awaitable[None]]
@@ -67,10 +73,14 @@ class PublishHandler:
         return _answer(200, "Published")
 
     def _refuse(self, status: int, why: str) -> web.Response:
-        """Many publishers do not look at the answer: somebody else has to see it."""
+        """Many publishers do not look at the answer: somebody else has to see it. What a publisher without a JWT has
+        sent does not enter the log, since anybody may have sent it."""
         self._refused["publisher"] += 1
         if self._log.is_due(status):
-            log.warning("a publisher is refused: its items are lost if it does not repeat them", status=status, why=why)
+            logged = why if self._key is not None else _UNQUOTED.get(status, why)
+            log.warning(
+                "a publisher is refused: its items are lost if it does not repeat them", status=status, why=logged
+            )
         return _answer(status, why)
 
     async def _read(self, body: bytes) -> list[Item]:

@@ -171,7 +171,7 @@ class LetterStore:
 
     def _open(self, *, read_only: bool) -> None:
         if read_only:  # creates no journal: the file may belong to another user
-            db = self._file.db = self._file.disk.connect(self.path, read_only=True)
+            db = self._file.db = self._file.disk.look(self.path)
             if LETTERS.version_of(db, self.path) is None:
                 raise LETTERS.refusal(self.path, "nothing is in it")
             return

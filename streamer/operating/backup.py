@@ -46,7 +46,7 @@ MANIFEST_BYTES_MAX: Final = 4 << 20
 NAME_BYTES_MAX: Final = 255  # of a file
 LOG: Final = "history.db"
 LOG_MARK: Final = f"{LOG}.mark"
-SUBSCRIPTIONS: Final = "usubscription.db"
+SUBSCRIPTIONS: Final = "usubscription.db"  # in a data_dir, of the embedded service
 PARTNERS: Final = f"{SUBSCRIPTIONS}.partners"
 LETTERS: Final = "dead-letters.db"
 COPYING, READY, PLAN, ASIDE = "restoring", "restored", "plan", "replaced-"  # in a data_dir
@@ -447,13 +447,18 @@ def _later(data_dir: Path, incarnation: bytes) -> int:
     return marked.seq if marked is not None and marked.incarnation == incarnation else 0
 
 
-def _finish(data_dir: Path, disk: Disk) -> str | None:
-    """Put the files of a prepared restore in place. It may be interrupted and repeated at any step. Returns where the
-    old ones are; None: there were none."""
-    ready, left = data_dir / READY, data_dir / COPYING
-    shutil.rmtree(left, ignore_errors=True)
-    if not ready.exists():
+def folder_after_restore(data_dir: Path) -> Path | None:
+    """Returns the folder with the files of a restore that the next start completes; None if none waits. Raises
+    FAILED_PRECONDITION if it can't be completed. Writes nothing."""
+    if not (data_dir / READY).exists():
         return None
+    _read_plan(data_dir)
+    return data_dir / READY
+
+
+def _read_plan(data_dir: Path) -> tuple[dict[str, list[str]], Path | None]:
+    """Returns the names of "old" and "new" files, and the folder for the old ones. Raises FAILED_PRECONDITION."""
+    ready = data_dir / READY
     try:
         plan = json.loads((ready / PLAN).read_bytes())
         aside = None if plan["aside"] is None else data_dir / plan["aside"]
@@ -461,6 +466,17 @@ def _finish(data_dir: Path, disk: Disk) -> str | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"a restore was interrupted, and {ready} can't be completed ({error}): remove that folder, restore again"
         raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
+    return plan, aside
+
+
+def _finish(data_dir: Path, disk: Disk) -> str | None:
+    """Put the files of a prepared restore in place. It may be interrupted and repeated at any step. Returns the
+    folder of the replaced files; None if nothing was replaced."""
+    ready, left = data_dir / READY, data_dir / COPYING
+    shutil.rmtree(left, ignore_errors=True)
+    if not ready.exists():
+        return None
+    plan, aside = _read_plan(data_dir)
     if aside is not None:
         aside.mkdir(mode=0o700, exist_ok=True)
         _give_to_owner(data_dir, [aside])

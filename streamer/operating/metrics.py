@@ -39,12 +39,18 @@ FAMILIES: Final[dict[str, tuple[type[Kinds], str, str]]] = {
     "last_received_seconds": (GAUGE, "endpoint", "Unix time in seconds of the last message from its network"),
     "last_forwarded_seconds": (GAUGE, "endpoint", "Unix time in seconds at which its network last accepted a message"),
     "dropped": (COUNTER, "endpoint reason", "Messages that were not forwarded, by reason"),
+    "lost": (
+        COUNTER,
+        "endpoint reason",
+        "Messages that were dropped although their network was told that they were taken; also in dropped",
+    ),
     "mended": (COUNTER, "endpoint field", "Messages accepted without one of their fields, which was invalid"),
     "connected": (GAUGE, "endpoint", "1 while the endpoint's network is connected"),
     "express_waiting": (GAUGE, "endpoint", "Requests and responses that wait for an endpoint"),
     "transport_faults": (COUNTER, "endpoint", "Calls in which a transport raised an exception that it may not raise"),
     "transport_hangs": (COUNTER, "endpoint", "Times that a transport did not return from sending and was reopened"),
     "unprobed": (COUNTER, "endpoint", "Publishes that were sent without knowing whether anybody listens"),
+    "left_unacknowledged": (COUNTER, "endpoint", "Times that a receiver left before it had acknowledged what was sent"),
     "troubles": (GAUGE, "endpoint", "Problems that a transport reports; see /readyz"),
     "answered_twice": (COUNTER, "endpoint", "Second responses to one request: two hosts use the same name"),
     "backlog": (GAUGE, "endpoint log", "Records that have not been delivered to a peer yet"),
@@ -76,6 +82,16 @@ FAMILIES: Final[dict[str, tuple[type[Kinds], str, str]]] = {
         "How long a peer has been away while the streamer ran; 0: it is connected",
     ),
     "unclaimed_records": (GAUGE, "endpoint log", "Records that wait for an endpoint that is not configured"),
+    "subscriptions_without_rule": (
+        GAUGE,
+        "from to",
+        "Subscriptions that no rule lets have their topic: topics, each with the subscribing authorities",
+    ),
+    "sender_clock_ahead_seconds": (
+        GAUGE,
+        "endpoint",
+        "How far the fastest clock of the senders on this network is ahead of ours, if that is more than a minute",
+    ),
     "reloads": (COUNTER, "result", "Reloads of the configuration: applied, or failed, which changes nothing"),
     "spans": (COUNTER, "result", "Spans of traced messages: exported, or lost since the collector did not take them"),
     "reload_failed": (GAUGE, "", "1 if the last reload of the configuration has failed"),
@@ -109,6 +125,16 @@ FAMILIES: Final[dict[str, tuple[type[Kinds], str, str]]] = {
     "busy": (GAUGE, "", "Share of its time in which the streamer's thread works"),
     "usubscription_requests": (COUNTER, "method", "Requests to the embedded uSubscription"),
     "usubscription_refused": (COUNTER, "reason", "Requests that the embedded uSubscription refused, by reason"),
+    "usubscription_renewed": (
+        COUNTER,
+        "",
+        "Subscriptions that other uSubscription services had lost, and that were renewed there",
+    ),
+    "usubscription_missed": (
+        GAUGE,
+        "",
+        "Subscriptions that other uSubscription services had from an earlier store of the embedded one",
+    ),
     "dead_letters": (COUNTER, "code", "Messages that could not be delivered, by code"),
     "dead_letters_lost": (COUNTER, "", "Dead letters that were not stored"),
     "dead_letters_limited": (COUNTER, "", "Dead letters that were only counted: too many of one kind in a minute"),
@@ -198,6 +224,7 @@ def of_endpoint(endpoint: Endpoint, *, is_connected: bool) -> Iterator[Sample]:
     yield "transport_faults", label, endpoint.faults
     yield "transport_hangs", label, endpoint.sends.hangs
     yield "unprobed", label, int(getattr(endpoint.transport, "unprobed", 0))
+    yield "left_unacknowledged", label, int(getattr(endpoint.transport, "left_unacknowledged", 0))
     yield "troubles", label, len(endpoint.troubles)
     yield "answered_twice", label, endpoint.twins.answers
 

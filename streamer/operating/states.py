@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 import structlog
 
 import uprotocol
+from history.epochs.groups import created_ms
 from history.file import damage as damages
 from history.file.damage import Damage
 from history.log.log import Log
@@ -45,6 +46,11 @@ LINES_SHOWN_MAX: Final = 300  # of problems, and of notes; enough for PAUSES_MAX
 LINE_CHARACTERS_MAX: Final = 1_000
 WINDOW_S: Final = 60.0  # in which expired messages are counted
 MESSAGES_MIN: Final = 20  # with a ttl within WINDOW_S; fewer prove nothing
+AHEAD_MS_MIN: Final = 60_000  # a clock that is further ahead is reported
+# ... unless it is ten years ahead: that is no clock, but an id that somebody made up
+AHEAD_MS_MAX: Final = 10 * 365 * 86_400_000
+RECORDS_LOOKED_MAX: Final = 256  # of each log and look, so that a flood costs the loop little
+FAST_SENDERS_MAX: Final = 256  # authorities; a stranger may make them up
 EXPIRED_SHARE: Final = 0.5  # a larger share is reported
 _NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
 
@@ -226,6 +232,54 @@ class Clocks:
         )
 
 
+class FastSenders:
+    """Finds senders whose clocks are ahead of ours, by the times in the ids of the newest records. An id from the past
+    proves nothing: messages may wait on their way. One from now proves that the clock is right, whatever was before."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {}  # by name of the log: the last seq that was looked at
+        # by source authority: how far ahead, milliseconds, and loop time of its last such record
+        self._ahead: dict[str, tuple[int, float]] = {}
+
+    def look(self, kept: Log, now_ms: int, now_s: float) -> None:
+        """Look at the records that came since the last call, RECORDS_LOOKED_MAX at most."""
+        after = max(self._seen.get(kept.name, 0), kept.newest_seq - RECORDS_LOOKED_MAX)
+        self._seen[kept.name] = kept.newest_seq
+        for chunk in kept.tail(after) or ():
+            for seq, message, stream in zip(chunk.seqs, chunk.messages, chunk.streams, strict=True):
+                ahead_ms = created_ms(message) - now_ms
+                if seq <= after or not kept.knows_stream(stream):
+                    continue
+                if AHEAD_MS_MIN < ahead_ms < AHEAD_MS_MAX:
+                    authority = kept.stream(stream).source.authority_name
+                    if authority in self._ahead or len(self._ahead) < FAST_SENDERS_MAX:
+                        self._ahead[authority] = ahead_ms, now_s
+                elif self._ahead and abs(ahead_ms) <= AHEAD_MS_MIN:
+                    self._ahead.pop(kept.stream(stream).source.authority_name, None)
+        for authority in [one for one, (_, at_s) in self._ahead.items() if at_s <= now_s - WINDOW_S]:
+            del self._ahead[authority]
+
+    def conditions(self, owner: Callable[[str], Endpoint | None]) -> Iterator[Condition]:
+        """Yields one for each endpoint with such senders. `owner(authority)`: its endpoint."""
+        for name, senders in self._by_endpoint(owner).items():
+            ahead_ms, authority = max(senders)
+            others = f" (and those of {len(senders) - 1} other authorities less)" if len(senders) > 1 else ""
+            what = f"the clock of {authority!r} is {ahead_ms / 1000:.0f} s ahead of ours{others}, or ours is behind"
+            yield Condition(f"{what}: its messages expire that much later", name)
+
+    def samples(self, owner: Callable[[str], Endpoint | None]) -> Iterator[Sample]:
+        for name, senders in self._by_endpoint(owner).items():
+            yield "sender_clock_ahead_seconds", (name,), max(senders)[0] / 1_000
+
+    def _by_endpoint(self, owner: Callable[[str], Endpoint | None]) -> dict[str, list[tuple[int, str]]]:
+        """How far ahead, in milliseconds, and the authority, of the senders on each endpoint."""
+        fast: dict[str, list[tuple[int, str]]] = {}
+        for authority, (ahead_ms, _) in self._ahead.items():
+            endpoint = owner(authority)
+            fast.setdefault(STREAMER if endpoint is None else endpoint.name, []).append((ahead_ms, authority))
+        return fast
+
+
 class LossReports:
     """Publishes losses by `gaps`, or keeps them in the `durable` log until they are acknowledged."""
 
@@ -274,7 +328,7 @@ def conditions_of_log(kept: Log, hours: float) -> Iterator[Condition]:
         if found.kind == damages.NETWORK:
             endpoint, _, what = found.detail.removeprefix("endpoint ").partition(": ")
             losses.setdefault(endpoint, []).append(what or found.detail)
-        else:
+        elif found.kind not in (damages.DROPPED, damages.EMPTIED):  # see drops.py, new_stores.py
             damage.append(found)
     if damage:
         detail = f" ({damage[-1].detail})" if damage[-1].detail else ""

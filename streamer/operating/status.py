@@ -77,6 +77,11 @@ class EndpointStatus(_Reported):
     last_out: str | None = Field(default=None, description="when its network accepted the last message")
     paused: bool = Field(default=False, description="topics are paused for it, or for an authority behind it")
     dropped: dict[str, int] = Field(default={}, description="messages since the start, by reason")
+    lost: int = Field(
+        default=0,
+        description="messages that were dropped although its network was told that they were taken, until a person "
+        "acknowledges it",
+    )
 
 
 class FlowStatus(_Reported):
@@ -288,6 +293,7 @@ def _endpoint(streamer: ReportingAssembly, attached: Attached) -> EndpointStatus
         last_out=moment(out_ms) if out_ms else None,
         paused=bool(streamer.paused.toward(endpoint)),
         dropped=dict(endpoint.all_dropped),
+        lost=streamer.drops.lost(endpoint.name),
     )
 
 

@@ -8,5 +8,6 @@ ledger.py             Counts the messages of each source authority, and enforces
 names.py              Names: how the authorities of this gateway are called on the network of an endpoint
 networks.py           Networks: opens endpoints, keeps them open, and has each ingress listen to exactly what is needed
 spans.py              Spans of messages whose senders want them traced
+without_rule.py       Subscriptions that no rule serves: somebody wants the topic, and no rule lets it go there
 view.py               View: which messages may pass between networks, and who must get a record
 """

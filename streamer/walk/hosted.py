@@ -451,11 +451,13 @@ class Access(Sights):
 
     def __init__(self, endpoints: Endpoints, rules: Rules, entries: Sequence[AccessEntry]) -> None:
         self._endpoints, self._rules, self._entries = endpoints, rules, entries
+        self.used: set[int] = set()  # indexes of the entries that have named a caller
         self._cached = Cache[tuple[str, int, int], _Sight](SIGHTS_CACHED_MAX)
         self._cached_version = rules.version
 
     def change(self, entries: Sequence[AccessEntry]) -> None:
         """Use other entries. `Rules.changed` has to be called in the same step."""
+        self.used = {at for at in self.used if at < len(entries) and entries[at] == self._entries[at]}
         self._entries = entries
 
     @property
@@ -478,6 +480,8 @@ class Access(Sights):
         endpoint = self._endpoints.owner(caller.authority_name)
         naming = (one for one in enumerate(self._entries) if one[1].names(caller, endpoint))
         number, entry = next(naming, (-1, AccessEntry()))
+        if number >= 0:
+            self.used.add(number)
         own = caller.authority_name if any(pattern.is_own for pattern in (*entry.allow, *entry.deny)) else ""
         key = (self.version, endpoint.name if endpoint is not None else "", number, own)
         return _Sight(key, endpoint, entry, own, self._endpoints, self._rules)

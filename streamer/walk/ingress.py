@@ -21,9 +21,9 @@ from streamer.egress.sender import Express
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.flow import Appender, Flow, Offer
 from streamer.walk.hosted import HostedTransport
-from streamer.walk.ledger import UNIT_BYTES, UNLIMITED, Account, AuthorityLedger
+from streamer.walk.ledger import UNIT_BYTES, UNLIMITED, Account, AuthorityLedger, AuthorityQuota
 from streamer.walk.names import may_carry_addresses
-from streamer.walk.view import Version, View
+from streamer.walk.view import Version, View, match
 from transports.listeners import all_of
 from uprotocol import attributes as attrs
 from uprotocol import cache as caches
@@ -41,6 +41,8 @@ LOG_FULL_S: Final = 60.0  # between two log lines about topics beyond the limit;
 # ids remembered to drop duplicates: seconds of the fastest network, minutes of a vehicle
 WINDOW_IDS_MAX: Final = 131_072
 MISSING_MAX: Final = 16_384  # refused messages whose redelivery is awaited
+# reasons for which a transport drops messages that it has acknowledged, or that can't come again
+LOST_UNREAD: Final = ("too_large", "overflow")
 PUBLISHERS: Final = of_publisher(uris.ANY, ANNOUNCEMENTS)  # announcements of publishers with their own history
 
 log = structlog.get_logger()
@@ -48,6 +50,10 @@ log = structlog.get_logger()
 
 OnPlainCopy = Callable[[EncodedMessage], bool]
 """Called with each message of a topic. True: it is a copy of a record that is followed, and is dropped."""
+
+OnLost = Callable[[str, str, str, int], None]
+"""Called with endpoint, authority (empty: unknown), reason and number of messages that were dropped although their
+network was told that they were taken, or can't send them again."""
 
 Pass = Callable[[EncodedMessage, bytes], "asyncio.Future[int] | None"]
 """Takes a message of a topic that has a recovery source, with its key in the window of ids. The future is settled when
@@ -63,16 +69,22 @@ class Disposition:
     stream: int = 0
     peer: Endpoint | None = None
     is_hosted: bool = False
-    reason: str = ""  # why they are dropped; empty: traffic within one network, not counted
+    # why they are dropped, or only recorded; empty: traffic within one network, not counted
+    reason: str = ""
     source: bytes = b""  # encoded, with the name inside
     is_answer: bool = False  # a response
     # gives a message its addresses inside; None: it has them already
     inside: Callable[[EncodedMessage], EncodedMessage] | None = None
     account: Account = field(init=False)  # the source authority's
+    quota: AuthorityQuota = field(init=False)  # the one of the account that counts for them
     bytes_max: int = UNLIMITED  # of a payload
     is_beyond_limit: bool = False  # there are too many topics for one more
     on_plain_copy: OnPlainCopy | None = None
     gate: Pass | None = None  # appends them in place of the ingress
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.log is not None or self.peer is not None or self.is_hosted
 
 
 def is_fleeting(source: UUri) -> bool:
@@ -111,6 +123,7 @@ class Logs:
     def __init__(self, durable: Log, volatile: Log, volatile_patterns: Sequence[UUri], record: Sequence[UUri]) -> None:
         self.durable, self.volatile = durable, volatile
         self._in_memory, self.record = tuple(volatile_patterns), tuple(record)
+        self.matched: set[uris.Key] = set()  # patterns of `record` that have matched a topic
 
     def __iter__(self) -> Iterator[Log]:
         return iter((self.durable, self.volatile))
@@ -119,7 +132,7 @@ class Logs:
         return self.volatile if any(uris.matches(pattern, source) for pattern in self._in_memory) else self.durable
 
     def is_recorded(self, source: UUri) -> bool:
-        return any(uris.matches(pattern, source) for pattern in self.record)
+        return match(self.record, source, self.matched)
 
     def names(self, source: UUri) -> bool:
         """True if `record` names exactly this topic, for any authority, and not just a wider pattern."""
@@ -142,6 +155,7 @@ class Dispatch:
     # messages
     followed: Callable[[Endpoint, UUri], tuple[bool, OnPlainCopy | None]]
     recovered: Callable[[UUri], Pass | None]  # of a topic that has a recovery source
+    lost: OnLost
     message_bytes_max: int = MESSAGE_BYTES_MAX
 
 
@@ -161,6 +175,8 @@ class Ingress(EncodedListener):
         # authorities above their quota, by their name on the network: their messages are dropped unread until the next
         # turn of the ledger
         self._refused: dict[str, Account] = {}
+        # what the transport had dropped at the last turn, by reason
+        self._lost_by, self._lost_there = endpoint.transport, dict[str, int]()
         self._in_flight: set[asyncio.Future[int]] = set()  # appends that may still fail
         # keys of messages that a log has refused and the network will redeliver; the event: all have come
         self._missing: set[bytes] = set()
@@ -173,6 +189,7 @@ class Ingress(EncodedListener):
         self._registrations = [
             dispatch.ledger.on_evicted(self.forget_verdicts),
             dispatch.ledger.on_turn(self.gather_refused),
+            dispatch.ledger.on_turn(self.gather_lost),
             *(log.on_forgotten(functools.partial(self.forget_streams, log)) for log in dispatch.logs),
         ]
 
@@ -194,11 +211,11 @@ class Ingress(EncodedListener):
             verdict = verdicts.get(message.stamp.address)
             if verdict is None:
                 verdict = self._judge(message)
-            account, size = verdict.account, len(message.payload)
+            account, quota, size = verdict.account, verdict.quota, len(message.payload)
             account.messages += 1
             account.bytes += size
-            account.left -= 1 + size // UNIT_BYTES
-            if size > verdict.bytes_max or (account.left < 0 and dispatch.ledger.is_over(account)):
+            quota.left -= 1 + size // UNIT_BYTES
+            if size > verdict.bytes_max or (quota.left < 0 and dispatch.ledger.is_over(account, quota)):
                 self._refuse(verdict, message, size)
                 continue
             if verdict.inside is not None:
@@ -278,7 +295,11 @@ class Ingress(EncodedListener):
     def _not_taken(self, batch: Sequence[EncodedMessage]) -> None:
         """Note that a log has refused the batch. It is not acknowledged, so the network redelivers it if it can."""
         self.endpoint.dropped["refused"] += len(batch)
+        is_lost = not self._redelivers and not self._trusted
         for message in batch:
+            if is_lost:
+                verdict = self._verdicts.get(message.stamp.address)
+                self.lose(verdict.account.authority if verdict is not None else "", "refused")
             source = to_uri(uris.key(message.stamp.attributes.source)).SerializeToString()  # as in the verdict
             key = message.id_bytes + source
             self._dispatch.window.forget(key)
@@ -292,17 +313,37 @@ class Ingress(EncodedListener):
         for remove in self._registrations:
             remove()
 
+    def lose(self, authority: str, reason: str, messages: int = 1) -> None:
+        """Report messages that somebody wants, that were dropped, and that their sender takes for delivered."""
+        self._dispatch.lost(self.endpoint.name, authority, reason, messages)
+
     def _drop(self, verdict: Disposition, message: EncodedMessage) -> None:
         if not verdict.reason:
             return
         self.endpoint.dropped[verdict.reason] += 1
         self._dispatch.ledger.drop(verdict.account)
+        if verdict.is_beyond_limit:
+            self.lose(verdict.account.authority, verdict.reason)
         if verdict.reason == "denied":
             what = f"no rule lets endpoint {self.endpoint.name!r} send this on"
             self._dispatch.express.fail(message, UCode.PERMISSION_DENIED, what, self.endpoint, is_withheld=True)
 
+    def _recorded_only(
+        self,
+        verdict: Disposition,
+        inside: Callable[[EncodedMessage], EncodedMessage] | None,
+        message: EncodedMessage,
+    ) -> EncodedMessage:
+        """Count a message that is recorded and goes no further. Only messages that are counted pay for it."""
+        self.endpoint.dropped[verdict.reason] += 1
+        return message if inside is None else inside(message)
+
     def _refuse(self, verdict: Disposition, message: EncodedMessage, size: int) -> None:
-        """Refuse a message that is too large or above the quota. Above the quota, only requests are reported."""
+        """Refuse a message that is too large or above its quota. Above the quota, only requests are answered."""
+        attributes = message.stamp.attributes
+        # the caller of a request gets an answer
+        if verdict.is_wanted and attributes.type != attrs.REQUEST:
+            self.lose(verdict.account.authority, "too_large" if size > verdict.bytes_max else "over_quota")
         if size > verdict.bytes_max:
             self.endpoint.dropped["too_large"] += 1
             self._dispatch.ledger.drop(verdict.account)
@@ -310,7 +351,6 @@ class Ingress(EncodedListener):
             what = f"a payload has at most {limit}, and this one has {size}"
             self._dispatch.express.fail(message, UCode.INVALID_ARGUMENT, what, self.endpoint)
             return
-        attributes = message.stamp.attributes
         self.endpoint.dropped["over_quota"] += 1
         refused, authority = self.endpoint.transport.refused, attributes.source.authority_name
         if refused is not None and authority not in self._refused:
@@ -319,6 +359,16 @@ class Ingress(EncodedListener):
         if attributes.type == attrs.REQUEST:
             what = f"authority {verdict.account.authority} sends more than its quota: send slower"
             self._dispatch.express.fail(message, UCode.RESOURCE_EXHAUSTED, what, self.endpoint)
+
+    def gather_lost(self) -> None:
+        """Report what the transport has dropped since the last turn for want of space."""
+        transport = self.endpoint.transport
+        dropped: Mapping[str, int] = getattr(transport, "dropped", {})
+        before = self._lost_there if transport is self._lost_by else {}
+        self._lost_by, self._lost_there = transport, {reason: dropped.get(reason, 0) for reason in LOST_UNREAD}
+        for reason, count in self._lost_there.items():
+            if count > before.get(reason, 0):
+                self.lose("", reason, count - before.get(reason, 0))
 
     def gather_refused(self) -> None:
         """Count messages that the transport has refused, and accept authorities that are below their quota again."""
@@ -329,6 +379,8 @@ class Ingress(EncodedListener):
             count, refused[authority] = refused[authority], 0
             self.endpoint.received += count
             self.endpoint.dropped["over_quota"] += count
+            if count:
+                self.lose(account.authority, "over_quota", count)
             if self._dispatch.ledger.refused(account, count):
                 del refused[authority], self._refused[authority]
 
@@ -382,6 +434,8 @@ class Ingress(EncodedListener):
         verdict.account = self._dispatch.ledger.account(
             source.authority_name, "" if self._trusted else self.endpoint.name
         )
+        is_kept = verdict.log is not None and verdict.log.durable
+        verdict.quota = verdict.account.kept if is_kept else verdict.account.passing
         # a page of history is a response, and may be larger by its envelope
         if not self._trusted and not verdict.is_answer:
             verdict.bytes_max = self._dispatch.message_bytes_max
@@ -393,6 +447,8 @@ class Ingress(EncodedListener):
             verdict.inside = readdressed.of
         if self._names is not None and may_carry_addresses(attributes):
             verdict.inside = functools.partial(self._names.arrived, readdressed)
+        if verdict.log is not None and verdict.reason:
+            verdict.inside = functools.partial(self._recorded_only, verdict, verdict.inside)
         address = message.stamp.address
         if len(self._verdicts) >= caches.streams_max:
             self.forget_verdicts()
@@ -440,11 +496,14 @@ class Ingress(EncodedListener):
         if is_about_epochs(source) and not self._trusted:
             return Disposition(reason="spoofed")  # it counts only as a record of a history
         dispatch, target = self._dispatch, self._dispatch.logs.of(source)
+        is_recorded, decision = dispatch.logs.is_recorded(source), dispatch.view.decide(source, None, target)
         is_followed, on_plain_copy = (False, None) if self._trusted else dispatch.followed(self.endpoint, source)
         verdict = Disposition()  # nobody wants it
-        if dispatch.view.decide(source, None, target) or dispatch.logs.is_recorded(source) or is_followed:
+        if decision or is_recorded or is_followed:
             is_named = dispatch.view.names(source) or dispatch.logs.names(source)
             verdict = Disposition(target, target.stream_id(source, None, wanted=is_named))
             verdict.gate = None if self._trusted else dispatch.recovered(source)
+        if not decision and dispatch.view.is_wanted_elsewhere(source):
+            verdict.reason = "no_rule"
         verdict.on_plain_copy = on_plain_copy
         return verdict

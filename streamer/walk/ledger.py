@@ -1,12 +1,16 @@
 """Counts the messages of each source authority, and enforces its quota during overload.
 
-ingress, per message: account.messages, .bytes, .left -= its units --below 0--> AuthorityLedger.is_over: overload?
-Pressure: share of time in which the loop's thread runs or waits for a processor --------------------------^ |
-                   dropped "over_quota"; the transport may refuse further ones until the next turn <---------'
+ingress, per message: account.messages, .bytes; quota.left -= its units --below 0--> AuthorityLedger.is_over: overload?
+Pressure: share of time in which the loop's thread runs or waits for a processor -------------------------------^ |
+                   dropped "over_quota"; the transport may refuse further ones until the next turn <--------------'
 run: per turn, a slice of the accounts -> rates -> top() for metrics, the admin port, `up-streamer vehicles`
 
 The account is looked up once per route, not per message. An authority that the configuration names has no quota. One
-that only a pattern matches (a vehicle of a fleet) has its own quota, so that its flood does not harm the others.
+that only a pattern matches (a vehicle of a fleet) has two of its own, so that its flood does not harm the others:
+
+passing  for what can't wait (requests, responses, volatile topics) and what nobody wants: BURST_S of it at once
+kept     for what the durable log keeps: BACKLOG_S of it at once, since a vehicle that was away, or whose messages the
+         broker has kept while we were away, brings a backlog that its network has acknowledged
 """
 
 from __future__ import annotations
@@ -27,7 +31,10 @@ from uprotocol.callbacks import Remove
 
 UNIT_BYTES: Final = 1_024  # a message counts one unit, and one more for each KiB of its payload
 UNITS_PER_S: Final = 5_000  # per authority: far more than a vehicle's telemetry, an eighth of what one core forwards
-BURST_S: Final = 2.0  # of the quota may arrive at once: the backlog after a short disconnection
+BURST_S: Final = 2.0  # of the quota may arrive at once, of what can't wait
+# of the quota may arrive at once, of what the durable log keeps: 500,000 small messages, more than a broker with the
+# settings of our examples keeps of one vehicle
+BACKLOG_S: Final = 100.0
 UNLIMITED: Final = sys.maxsize
 TURN_S: Final = 0.25  # length of a turn; short enough to detect a flood before people notice it
 SLICES: Final = 40  # turns in which each account is sampled once: ten seconds
@@ -45,19 +52,29 @@ def units_of(payload_bytes: int) -> int:
     return 1 + payload_bytes // UNIT_BYTES
 
 
+@dataclass(slots=True, eq=False)
+class AuthorityQuota:
+    """What an authority may send, in units; `ingress` takes from `left`."""
+
+    burst_s: float  # so many seconds of it may arrive at once
+    left: int  # units that may come now
+    refilled: float  # loop time
+    held_until: float = 0.0  # loop time; until then it applies even without overload
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Account:
-    """Counters and quota of one authority; `ingress` updates them."""
+    """Counters and quotas of one authority; `ingress` updates them."""
 
     authority: str
     endpoint: str
-    left: int  # units that it may send now
+    passing: AuthorityQuota  # for what can't wait, and what nobody wants
+    kept: AuthorityQuota  # for what the durable log keeps
     is_limited: bool
-    refilled: float  # loop time
+    created: float  # loop time
     messages: int = 0
     bytes: int = 0
     dropped: int = 0
-    held_until: float = 0.0  # loop time; until then its quota applies even without overload
     rate: float = 0.0  # messages per second, at the last sample
     sampled: tuple[int, float] = (0, 0.0)  # messages and loop time of the last sample
     settled: tuple[int, int, int] = (0, 0, 0)  # messages, bytes, dropped: its part in `AuthorityLedger.others`
@@ -65,7 +82,7 @@ class Account:
     seen_ms: int = 0  # Unix milliseconds; in steps of ten seconds
 
     def __post_init__(self) -> None:
-        self.reported_at, self.sampled = self.refilled, (0, self.refilled)
+        self.reported_at, self.sampled = self.created, (0, self.created)
 
     def __repr__(self) -> str:
         counts = f"messages={self.messages}, dropped={self.dropped}, rate={self.rate:.0f}/s"
@@ -116,7 +133,8 @@ class Pressure:
 
 
 class AuthorityLedger:
-    """At most `accounts_max` accounts. If full, the longest silent are removed; their counts go to `others`."""
+    """At most `accounts_max` accounts. If full, the longest silent are removed; their counts go to `others`.
+    `on_new(authority, endpoint)` is called with each new one."""
 
     def __init__(
         self,
@@ -139,13 +157,14 @@ class AuthorityLedger:
         self._snapshot: list[Account] = []
         self.top: list[Account] = []  # highest rates some seconds ago; if equal, most messages
         self._rising: list[Account] = []  # highest rates in the slices so far
-        self.others = Account(OTHERS, "", UNLIMITED, False, 0.0)  # counts of all accounts outside `top`; never falls
+        self.others = self._new_account(OTHERS, "", False, 0.0)  # counts of all accounts outside `top`; never falls
+        self.on_new: Callable[[str, str], None] = lambda authority, endpoint: None
         self._evicted_callbacks: list[Callable[[], None]] = []
         self._turn_callbacks: list[Callable[[], None]] = []
 
     def limit(self, units_per_s: int) -> None:
         """Change what an authority that only a pattern names may send, in units."""
-        self._units_per_s, self._burst = units_per_s, int(units_per_s * BURST_S)
+        self._units_per_s = units_per_s
 
     def __len__(self) -> int:
         return len(self._accounts)
@@ -173,12 +192,20 @@ class AuthorityLedger:
             if len(self._accounts) >= self._accounts_max:
                 self._evict()
             is_limited = not self._is_named(authority, endpoint)
-            found = Account(authority, endpoint, self._burst if is_limited else UNLIMITED, is_limited, self._now())
+            found = self._new_account(authority, endpoint, is_limited, self._now())
             found.seen_ms = self._now_ms()
             self._accounts[authority, endpoint] = found
+            self.on_new(authority, endpoint)
             if len(self.top) < TOP:
                 self.top.append(found)  # a small fleet has metrics by name from the first message
         return found
+
+    def _new_account(self, authority: str, endpoint: str, is_limited: bool, now: float) -> Account:
+        passing, kept = (
+            AuthorityQuota(burst_s, int(self._units_per_s * burst_s) if is_limited else UNLIMITED, now)
+            for burst_s in (BURST_S, BACKLOG_S)
+        )
+        return Account(authority, endpoint, passing, kept, is_limited, now)
 
     def _evict(self) -> None:
         """Removes a tenth of the accounts at a time, so that the cost per account is small."""
@@ -196,18 +223,19 @@ class AuthorityLedger:
         for callback in self._evicted_callbacks:
             callback()
 
-    def is_over(self, account: Account) -> bool:
-        """Decides on a message when `account.left` is below 0. Returns True, and counts it, if it must be dropped."""
+    def is_over(self, account: Account, quota: AuthorityQuota) -> bool:
+        """Decides on a message when `quota.left`, one of the account's, is below 0. Returns True, and counts it, if it
+        must be dropped."""
         if not account.is_limited:
-            account.left = UNLIMITED
+            quota.left = UNLIMITED
             return False
         now = self._now()
-        if self._refill(account, now) >= 0:
+        if self._refill(quota, now) >= 0:
             return False
-        account.left = max(account.left, -1 - self._units_per_s)  # so that a large excess does not block it for minutes
-        if not self.pressure.is_on(now) and now >= account.held_until:
+        quota.left = max(quota.left, -1 - self._units_per_s)  # so that a large excess does not block it for minutes
+        if not self.pressure.is_on(now) and now >= quota.held_until:
             return False
-        account.held_until = now + RELAXED_S  # dropping relieves the thread, which must not readmit the flood
+        quota.held_until = now + RELAXED_S  # dropping relieves the thread, which must not readmit the flood
         self.drop(account)
         if now - account.reported_at >= REPORTED_S or account.dropped == 1:
             account.reported_at = now
@@ -221,19 +249,20 @@ class AuthorityLedger:
         if account not in self.top:
             self._settle(account)
 
-    def _refill(self, account: Account, now: float) -> int:
-        account.left = min(self._burst, account.left + int((now - account.refilled) * self._units_per_s))
-        account.refilled = now
-        return account.left
+    def _refill(self, quota: AuthorityQuota, now: float) -> int:
+        burst = int(self._units_per_s * quota.burst_s)
+        quota.left = min(burst, quota.left + int((now - quota.refilled) * self._units_per_s))
+        quota.refilled = now
+        return quota.left
 
     def refused(self, account: Account, messages: int) -> bool:
         """Counts messages that were refused unread since the last turn. Returns True if it may send again."""
-        now = self._now()
+        now, quota = self._now(), account.passing
         account.messages += messages
         if messages:
             self.drop(account, messages)
-            account.held_until = now + RELAXED_S
-        return self._refill(account, now) >= int(self._units_per_s * TURN_S)
+            quota.held_until = now + RELAXED_S
+        return self._refill(quota, now) >= int(self._units_per_s * TURN_S)
 
     # Rates
 
@@ -305,7 +334,12 @@ class AuthorityLedger:
     def notes(self) -> list[str]:
         """Returns a sentence for each authority whose messages were dropped within the last minute."""
         now = self._now()
-        late = [one for one in self.top if one.dropped and one.left < 0 and now - one.refilled < REPORTED_S]
+        late = [
+            one
+            for one in self.top
+            if one.dropped
+            and any(quota.left < 0 and now - quota.refilled < REPORTED_S for quota in (one.passing, one.kept))
+        ]
         over = heapq.nlargest(5, late, key=lambda account: account.dropped)
         return [
             f"authority {one.authority} on endpoint {one.endpoint} sends more than {self._units_per_s} messages (or "

@@ -35,11 +35,31 @@ class Rule:
     egress: str
     allow: Sequence[UUri] = field(default=(), compare=False)
     deny: Sequence[UUri] = field(default=(), compare=False)
+    # the patterns that have matched an address
+    matched: set[uris.Key] = field(default_factory=set, compare=False, repr=False)
 
     def allows(self, address: UUri) -> bool:
-        if any(uris.matches(pattern, address) for pattern in self.deny):
+        if match(self.deny, address, self.matched):
             return False
-        return not self.allow or any(uris.matches(pattern, address) for pattern in self.allow)
+        return not self.allow or match(self.allow, address, self.matched)
+
+    def may_allow(self, topic: UUri) -> bool:
+        """True if it allows `topic`, or something that the pattern `topic` matches."""
+        if not uris.has_wildcard(topic):
+            return self.allows(topic)
+        if any(uris.matches(pattern, topic) for pattern in self.deny):
+            return False
+        return not self.allow or any(uris.meets(pattern, topic) for pattern in self.allow)
+
+
+def match(patterns: Sequence[UUri], address: UUri, matched: set[uris.Key]) -> bool:
+    """True if one of `patterns` matches. Adds the keys of all that match to `matched`."""
+    is_match = False
+    for pattern in patterns:
+        if uris.matches(pattern, address):
+            is_match = True
+            matched.add(uris.key(pattern))
+    return is_match
 
 
 class Rules:
@@ -72,8 +92,11 @@ class Rules:
         return rule
 
     def replace(self, rules: Iterable[Rule]) -> None:
-        """Use these rules and no others."""
-        self._rules = {(rule.ingress, rule.egress): rule for rule in rules}
+        """Use these rules and no others. What patterns have matched before stays known."""
+        before, self._rules = self._rules, {(rule.ingress, rule.egress): rule for rule in rules}
+        for way, rule in self._rules.items():
+            if way in before:
+                rule.matched.update(before[way].matched)
         self.changed()
 
     def changed(self) -> None:
@@ -89,6 +112,12 @@ class Rules:
         """True if a rule lets messages with this address go from one endpoint to the other."""
         rule = self._rules.get((ingress.name, egress.name))
         return rule is not None and ingress is not egress and rule.allows(address)
+
+    def may_allow(self, ingress: Endpoint, egress: Endpoint, topic: UUri) -> bool:
+        """True if a rule lets `topic`, or something that the pattern `topic` matches, go from one endpoint to the
+        other."""
+        rule = self._rules.get((ingress.name, egress.name))
+        return rule is not None and ingress is not egress and rule.may_allow(topic)
 
     def egresses(self, ingress: str) -> list[str]:
         """Returns the endpoints to which messages of `ingress` may go."""
@@ -213,9 +242,16 @@ class View:
 
     def leaves(self, origin: Endpoint, topic: UUri) -> bool:
         """True if `topic` is published at `origin`, and somebody on another network has subscribed to exactly this
-        topic or pattern."""
+        topic or pattern. Of a pattern it is enough that a rule allows a part."""
         owner = self.endpoints.owner
         if owner(topic.authority_name) is not origin:
             return False
         peers = map(owner, self._interest.wants_by_name(topic))
-        return any(peer is not None and self.rules.allow(origin, peer, topic) for peer in peers)
+        return any(peer is not None and self.rules.may_allow(origin, peer, topic) for peer in peers)
+
+    def is_wanted_elsewhere(self, topic: UUri) -> bool:
+        """True if somebody on another network has subscribed to `topic`, whether or not a rule allows it."""
+        owner = self.endpoints.owner
+        origin = owner(topic.authority_name)
+        peers = map(owner, self._interest.wants(topic))
+        return any(peer is not None and peer is not origin for peer in peers)

@@ -18,8 +18,10 @@ import typer
 from typer.testing import CliRunner, Result
 
 from storage import logs
-from streamer.commands import cli, terminal
+from streamer.commands import cli, client, terminal
+from streamer.walk.ledger import UNITS_PER_S
 from tests.certificates import TestAuthority
+from uprotocol.pacing import Pace
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -585,3 +587,27 @@ def test_what_strangers_write_moves_no_cursor_and_colours_nothing(capsys: pytest
     assert "[red]vin1[/]" in shown
     assert "\\x1b[2J [bold]" in shown
     assert not set("\x1b\x07\r") & set(shown)
+
+
+def test_a_backfill_is_slower_than_the_quota_of_a_gateway_and_says_so(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert client.RATE_PER_S < UNITS_PER_S
+    spent: list[tuple[int, int]] = []
+
+    async def spend(pace: Pace, units: int) -> None:
+        spent.append((pace.per_s, units))
+
+    monkeypatch.setattr(Pace, "spend", spend)
+    sent = invoke("publish", TOPIC, "-t", "local", "--text", "x" * 2_048, "--count", "2000", "--json")
+    assert len({one["id"] for one in lines_of(sent)}) == 2_000
+    assert "sending at most 1333 messages a second, less than a gateway takes" in sent.stderr
+    assert {per_s for per_s, _ in spent} == {client.RATE_PER_S}
+    assert sum(units for _, units in spent) == 2_000 * 3
+    assert max(units for _, units in spent) <= UNITS_PER_S // 2
+    assert "sending" not in invoke("publish", TOPIC, "-t", "local", "--text", "x").stderr
+    fast = invoke("publish", TOPIC, "-t", "local", "--text", "x", "--count", "10", "--rate", "9").stderr
+    assert "sending at most 9 messages a second" in fast
+    assert "sending" not in invoke("replay", "-t", "local", "-a", "vehicle1", "--seconds", "3").stderr
+    replayed = invoke("replay", "-t", "local", "-a", "vehicle1", "--seconds", "3", "--rate", "20")
+    assert "sending at most 20 samples a second" in replayed.stderr

@@ -27,7 +27,7 @@ from transports.mqtt5 import wire
 from uprotocol import encoded
 from uprotocol import uri as uris
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))  # in all; a busy machine tries fewer inputs in it
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "40"))  # in all; a busy machine tries fewer inputs in it
 QUICK_SECONDS = 5.0
 ROOT = Path(__file__).resolve().parent.parent.parent
 TRIES_MAX = 20_000  # until a fault that was put back is found; some hundred are enough

@@ -100,6 +100,30 @@ async def test_what_is_wrong_is_said(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        ({"items": [{"channel": "STRANGE", "http-stream": {"content": "x"}}]}, {}),
+        ({"items": [{"channel": "fruit", "http-stream": {"action": "STRANGE"}}]}, {}),
+        ({"items": "STRANGE"}, {"Content_Type": "text/STRANGE"}),
+    ],
+    ids=["channel", "action", "content type"],
+)
+@pytest.mark.parametrize("signs", [False, True])
+async def test_what_a_stranger_sends_does_not_enter_the_log(
+    body: Any, headers: dict[str, str], signs: bool, make_world: Any, serve: Serve, key_file: Path
+) -> None:
+    world = await make_world(NETWORKS, more=grip())
+    url = await serve(channels_of(world).publish, key_file if signs else None)
+    key = {"Authorization": bearer({"exp": int(time.time()) + 60})} if signs else {}
+    with structlog.testing.capture_logs() as logs:
+        status, text, _ = await post(url, body, **headers, **key)
+    assert status in (400, 415)
+    assert "strange" in text.lower(), "who has sent it is told"
+    (line,) = (str(one) for one in logs if "status" in one)
+    assert ("strange" in line.lower()) == signs
+
+
+@pytest.mark.parametrize(
     ("code", "status", "header"),
     [
         (UCode.NOT_FOUND, 400, None),

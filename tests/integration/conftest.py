@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from streamer.demo.processes import Child
+from tests.known_store import make_known_store
 from tests.tiers import dds_domain
 from tools.broker import Broker
 from transports import plugin as plugins
@@ -191,6 +192,7 @@ async def make_gateway(tmp_path: Path) -> AsyncIterator[MakeGateway]:
             for name, mode in ({"cloud": "none", "mcu": "none"} | (usubscription or {})).items():
                 text = text.replace(f'name = "{name}"\n', f'name = "{name}"\nusubscription = "{mode}"\n')
             (tmp_path / "gateway.toml").write_text(text + extra)
+            make_known_store(tmp_path / "data", "vehicle1")
             gateway = Gateway(tmp_path / "gateway.toml", stack, broker, port, tag)
             if start:
                 await gateway.start()

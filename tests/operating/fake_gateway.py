@@ -47,6 +47,7 @@ def endpoint(name: str, transport: str = "mqtt5", state: str = "ready", **change
         "last_out": None,
         "paused": False,
         "dropped": {},
+        "lost": 0,
     } | changes
 
 
@@ -120,7 +121,8 @@ def busy_status() -> dict[str, Any]:
                 retries=12,
                 held=[held],
                 held_count=1,
-                dropped={"expired": 41, "spoofed": 2},
+                dropped={"expired": 41, "spoofed": 2, "over_quota": 2_310},
+                lost=2_310,
                 authorities=["*"],
             ),
             endpoint(
@@ -171,6 +173,9 @@ def busy_status() -> dict[str, Any]:
         epochs=[{"group": "drive", "open": 3, "ended": 1_201, "incomplete": 2}],
         problems=[
             "endpoint offboard: up://chassis/8001/1/8004 is refused: Not authorized (210 records wait since 10 min)",
+            "endpoint offboard: 2310 messages that were taken have been dropped from "
+            f"{moment(5_400)} to {moment(4_900)} (over_quota 2310), most of phone7 2310; nobody has acknowledged that: "
+            "it ends with 'up-streamer history acknowledge'",
             "endpoint diag: connect to 10.0.0.7:1883: Connection refused",
         ],
         notes=["up://body/8001/1/8010 is paused toward offboard"],

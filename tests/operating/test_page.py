@@ -23,7 +23,7 @@ from tests.tiers import full
 pytestmark = full
 
 WIDTHS = {360: 740, 1600: 1000}
-PICTURE_BYTES_MAX = 150_000
+PICTURE_BYTES_MIN = 10_000  # a blank page makes fewer; how many more depends on the fonts of the machine
 SCREENS = ("status", "letters", "topics")
 LONGEST_TASK_MS = 2_000  # of the browser, with hundreds of endpoints, on a busy machine
 # what must not happen in the page, and the timers that it has
@@ -223,7 +223,7 @@ async def test_pictures_of_the_documentation(page: Page, tmp_path: Path, screen:
         await page.evaluate("scrollTo(0, 0)")
         path = pictures(tmp_path) / f"page-{screen}-{width}-{scheme}.png"
         await page.browser.look(path, scheme)
-    assert 10_000 < path.stat().st_size < PICTURE_BYTES_MAX
+    assert path.stat().st_size > PICTURE_BYTES_MIN
 
 
 def pictures(otherwise: Path) -> Path:

@@ -114,6 +114,14 @@ class World:
 MakeWorld = Callable[..., Awaitable[World]]
 
 
+@pytest.fixture(autouse=True)
+def known_store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other uSubscription services know the gateway's store, and are asked nothing; but for tests with the mark
+    `new_store`."""
+    if request.node.get_closest_marker("new_store") is None:
+        monkeypatch.setattr("usubscription.audit.Auditor.is_new", False)
+
+
 @pytest.fixture
 async def make_world(tmp_path: Path) -> AsyncIterator[MakeWorld]:
     """`await make_world(endpoints, {topic: [subscribers]})`: a running streamer; "{n}" in TOML makes names of networks

@@ -188,6 +188,9 @@ async def test_each_alert_fires_at_a_real_fault_and_none_before(
         await prometheus.until('ALERTS{alertname="UpStreamerEndpointDegraded", endpoint="cloud"}')
         await prometheus.until('ALERTS{alertname="UpStreamerLogDamaged", log="durable"}')
 
+        streamer.drops.add("cloud", "cloud", "over_quota")
+        await prometheus.until('ALERTS{alertname="UpStreamerMessagesLost", log="durable"}')
+
         streamer.losses.records_lost(cloud, streamer.logs.durable, 0, 2, Gap.REASON_RETENTION)
         await prometheus.until('ALERTS{alertname="UpStreamerGaps"}')
 
@@ -269,11 +272,13 @@ async def test_each_expression_of_the_dashboard_has_data(
     world.streamer.certificates.add("cloud", [CertificateFile("tls.cert_file", tmp_path / "long.pem")])
     await world.streamer.certificates.look()
     world.streamer.endpoints["vehicle"].dropped["duplicate"] += 1
+    world.streamer.drops.add("vehicle", "vehicle1", "over_quota")
     async with scraping(tmp_path / "prometheus", port_of(world)) as prometheus:
         await prometheus.until("count_over_time(up_streamer_ready[1m]) > 3")
         await vehicle.send_batch([publish(DOOR, "1")])
         await heard.until(lambda: heard.messages, "it")
         await prometheus.until('up_streamer_forwarded_total{endpoint="cloud"} > 0')
+        world.streamer.rules.remove("vehicle", "cloud")
         for panel in json.loads(DASHBOARD.read_text())["panels"]:
             for target in panel["targets"]:
                 expression = target["expr"].replace("$__rate_interval", "1m").replace("$job", ".*")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -447,6 +448,73 @@ async def test_a_refusal_is_a_condition_of_its_endpoint_and_an_address_nobody_ha
     world.networks["cloud"].allow()
     await heard_all(heard, range(1_204))
     await world.until(lambda: world.streamer.problems() == [])
+
+
+async def waiting(pump: Any) -> int:
+    """Reads the log: the number of records behind the positions of the holds."""
+    count = 0
+    for hold in pump.address_holds.values():
+        found = await pump.log.scan(hold.after, max_records=100_000, max_bytes=1 << 30, streams=hold.streams)
+        for chunk in found.chunks:
+            of_hold = zip(chunk.seqs, chunk.streams, strict=True)
+            count += sum(1 for seq, stream in of_hold if seq > hold.after and stream in hold.streams)
+    return count
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_held_records_are_counted_once_whatever_refusals_and_pauses_come_in_turn(
+    make_world: MakeWorld, publish: Publish, seed: int
+) -> None:
+    here, draw = await stage(make_world), random.Random(seed)
+    world, pump, count = here.world, pump_of(here.world), 0
+
+    def is_held() -> bool:
+        """Whether everything that was read waits in one hold."""
+        is_busy = pump.topic_holds or pump.catch_up.is_under_way or pump.backlog or pump.sender.flights
+        return not is_busy and [hold.is_waiting for hold in pump.address_holds.values()] == [True]
+
+    async def is_refused() -> None:
+        nonlocal count
+        here.network.refuse(address(SPEED))
+        more = draw.randrange(10, 60)
+        await sent(here.vehicle, publish, SPEED, range(count, count + more))
+        count += more
+        await world.until(is_held)
+        (state,) = pump.address_holds.states()
+        assert state.are_counted
+        assert state.records == await waiting(pump)
+
+    for _ in range(6):
+        await is_refused()
+        match draw.randrange(3):
+            case 0:
+                await world.streamer.paused.pause(SPEED, "cloud")
+                await world.until(lambda: len(pump.topic_holds) == 1)
+                await world.streamer.paused.resume(SPEED, "cloud")
+            case 1:
+                here.network.allow()
+                await asyncio.sleep(draw.random() / 3)
+            case _:
+                here.network.allow()
+                await heard_all(here.speed, range(count))
+    await is_refused()
+    here.network.allow()
+    await heard_all(here.speed, range(count))
+    await held(world, 0)
+
+
+async def test_a_refusal_by_an_access_rule_is_a_condition_at_once_and_a_shortage_after_a_minute(
+    make_world: MakeWorld, publish: Publish
+) -> None:
+    here = await stage(make_world)
+    pump = await here.refuses(publish, 3)
+    (problem,) = here.world.streamer.problems()
+    assert "Not authorized" in problem
+    (hold,) = pump.address_holds.values()
+    hold.code = UCode.RESOURCE_EXHAUSTED
+    assert here.world.streamer.problems() == []
+    hold.began -= holds.SHOWN_AFTER_S
+    assert len(here.world.streamer.problems()) == 1
 
 
 # -- beside pauses

@@ -41,10 +41,11 @@ async def test_what_was_not_inside_when_first_called_is_reached_when_it_is(make_
         def on_receive(self, message: UMessage) -> None:
             requests.append(message)
 
-    # to the vehicle's network, where nobody answers
+    service, callers = Service(), uris.uri(uris.WILDCARD_AUTHORITY, 0xFFFFFFFF, 0xFF, 0)
+    vehicle = await world.node("vehicle", "vehicle1", 0x77)
+    await world.hear(vehicle, callers, method)  # on the vehicle's network, where nobody answers
     await cloud.send(UMessageBuilder.request(CLOUD_APP, method, 60_000).build())
     await world.until(lambda: streamer.home.forwarded == 1)
-    service, callers = Service(), uris.uri(uris.WILDCARD_AUTHORITY, 0xFFFFFFFF, 0xFF, 0)
     await streamer.hosted.register_listener(callers, service, method)
     await cloud.send(UMessageBuilder.request(CLOUD_APP, method, 60_000).build())
     await world.until(lambda: requests)

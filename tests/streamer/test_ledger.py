@@ -15,7 +15,18 @@ from hypothesis import strategies as st
 
 from streamer.egress.sender import ANSWERS_MAX
 from streamer.operating import admin, control, metrics
-from streamer.walk.ledger import BURST_S, RELAXED_S, SLICES, TOP, Account, AuthorityLedger, Pressure, units_of
+from streamer.parts import PACE_OUTSIDE_PER_S
+from streamer.walk.ledger import (
+    BACKLOG_S,
+    BURST_S,
+    RELAXED_S,
+    SLICES,
+    TOP,
+    Account,
+    AuthorityLedger,
+    Pressure,
+    units_of,
+)
 from uprotocol import uri as uris
 from uprotocol.communication.shares import CALLERS_SHARE
 from uprotocol.message import UMessageBuilder
@@ -50,14 +61,16 @@ def ledger(clock: Clock, accounts_max: int = 1_000, named: str = "cloud") -> Aut
     )
 
 
-def send(book: AuthorityLedger, account: Account, messages: int, payload_bytes: int = 0) -> int:
+def send(
+    book: AuthorityLedger, account: Account, messages: int, payload_bytes: int = 0, *, is_kept: bool = False
+) -> int:
     """As ingress does; how many were dropped."""
-    dropped = 0
+    dropped, quota = 0, account.kept if is_kept else account.passing
     for _ in range(messages):
         account.messages += 1
         account.bytes += payload_bytes
-        account.left -= units_of(payload_bytes)
-        dropped += account.left < 0 and book.is_over(account)
+        quota.left -= units_of(payload_bytes)
+        dropped += quota.left < 0 and book.is_over(account, quota)
     return dropped
 
 
@@ -91,6 +104,16 @@ def test_an_authority_beyond_its_quota_loses_its_own_messages_while_the_streamer
     assert send(book, named, 10_000) == 0
     clock.pass_(1.0)
     assert 10_000 - PER_S - 1 <= send(book, flood, 10_000) <= 10_000, "a second later it has a second's quota at most"
+
+
+def test_a_backlog_for_the_durable_log_is_taken_and_costs_the_calls_of_its_vehicle_nothing() -> None:
+    clock = Clock()
+    book = ledger(clock)
+    get_behind(book, clock)
+    account, backlog = book.account("vin1", "fleet"), int(PER_S * BACKLOG_S)
+    assert send(book, account, backlog, is_kept=True) == 0
+    assert send(book, account, int(PER_S * BURST_S)) == 0, "its requests have a quota of their own"
+    assert send(book, account, 1_000, is_kept=True) == 1_000, "a flood without end is bounded"
 
 
 def test_large_messages_count_more() -> None:
@@ -245,7 +268,9 @@ async def test_a_flood_is_that_vehicles_trouble(
     make_world: MakeWorld, publish: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world = await fleet_world(
-        make_world, more='[history]\nrecord = ["//*/8001/1/FFFF"]\n[limits]\nauthority_messages_per_s = 10\n'
+        make_world,
+        more='[history]\nrecord = ["//*/8001/1/FFFF"]\nvolatile = ["//*/8001/1/FFFF"]\n'
+        "[limits]\nauthority_messages_per_s = 10\n",
     )
     streamer = world.streamer
     streamer.ledger.pressure.is_on = lambda _: True
@@ -263,13 +288,29 @@ async def test_a_flood_is_that_vehicles_trouble(
         15,
         0,
     )
-    assert streamer.logs.durable.newest_seq == 115 - dropped
+    assert streamer.logs.volatile.newest_seq == 115 - dropped
     assert by_authority["vin2"]["topics"] == 1
     for _ in range(2 * SLICES):
         streamer.ledger.sample(asyncio.get_running_loop().time())
     text = metrics.expose(streamer.samples).decode()
     assert f'up_streamer_authority_dropped_total{{authority="vin1",endpoint="fleet"}} {dropped}.0' in text
     assert any("vin1" in note for note in streamer.notes())
+
+
+async def test_a_backlog_enters_the_durable_log_whole_while_the_streamer_is_behind(
+    make_world: MakeWorld, publish: Any
+) -> None:
+    world = await fleet_world(
+        make_world, more='[history]\nrecord = ["//*/8001/1/FFFF"]\n[limits]\nauthority_messages_per_s = 10\n'
+    )
+    streamer = world.streamer
+    streamer.ledger.pressure.is_on = lambda _: True
+    node = await world.node("fleet", "vin1")
+    backlog = int(10 * BACKLOG_S)
+    await node.send_batch([publish("//vin1/8001/1/8001", f"{n}") for n in range(backlog)])
+    await world.taken("fleet")
+    assert streamer.endpoints["fleet"].dropped["over_quota"] == 0
+    assert streamer.logs.durable.newest_seq == backlog
 
 
 async def test_a_request_above_the_quota_is_answered(make_world: MakeWorld) -> None:
@@ -295,15 +336,23 @@ async def test_each_of_thousands_of_refused_calls_is_answered(make_world: MakeWo
     world.streamer.ingresses["fleet"].on_receive_batch(calls)
     refused = world.streamer.endpoints["fleet"].dropped
     assert refused["over_quota"] > 1_024
-    await answers.expect(refused["over_quota"])
-    answered = {one.attributes.reqid.SerializeToString() for one in answers.messages}
-    assert len(answered) == refused["over_quota"]
-    assert {one.attributes.commstatus for one in answers.messages} == {UCode.RESOURCE_EXHAUSTED}
+
+    def answered() -> int:
+        """How many calls were refused. On a slow machine the others are answered meanwhile: nobody serves them."""
+        attributes = [message.attributes for message in answers.messages]
+        assert {one.commstatus for one in attributes} <= {UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE}
+        refusals = [one for one in attributes if one.commstatus == UCode.RESOURCE_EXHAUSTED]
+        return len({one.reqid.SerializeToString() for one in refusals})
+
+    await world.until(lambda: answered() == refused["over_quota"])
     assert refused["answers_full"] == 0
     await world.until(lambda: not len(world.streamer.express.queues["fleet"]))
-    many = [UMessageBuilder.request(caller, method, 60_000).build() for _ in range(ANSWERS_MAX // CALLERS_SHARE + 10)]
+    before, share = refused["over_quota"], ANSWERS_MAX // CALLERS_SHARE
+    many = [UMessageBuilder.request(caller, method, 60_000).build() for _ in range(share + 1_000)]
     world.streamer.ingresses["fleet"].on_receive_batch(many)
-    assert refused["answers_full"] == 10
+    refusals = refused["over_quota"] - before  # not all: the quota allows some again by now
+    assert refusals > share
+    assert refused["answers_full"] == refusals - share
 
 
 async def test_a_payload_that_is_too_large_is_not_taken(make_world: MakeWorld, publish: Any) -> None:
@@ -337,16 +386,28 @@ async def test_the_command_line_and_the_admin_port_tell_who_sends(make_world: Ma
     assert counts["vin2"] == 9
 
 
-async def test_an_endpoint_with_a_suffix_has_a_pace(make_world: MakeWorld) -> None:
+@pytest.mark.parametrize(
+    ("of_all", "of_endpoint", "paces"),
+    [
+        ("", "", {"inside": None, "out": PACE_OUTSIDE_PER_S}),
+        ("", "messages_per_s = 70\n", {"inside": None, "out": 70}),
+        ("messages_per_s = 50\n", "", {"inside": 50, "out": 50}),
+        ("messages_per_s = 50\n", "messages_per_s = 70\n", {"inside": 50, "out": 70}),
+    ],
+)
+async def test_the_pace_of_an_endpoint(
+    make_world: MakeWorld, of_all: str, of_endpoint: str, paces: dict[str, int | None]
+) -> None:
     networks = (
         '[[endpoint]]\nname = "inside"\ntransport = "local"\nauthorities = ["ecu1"]\nsettings = {{ network = '
         '"{n}-inside" }}\n'
         '[[endpoint]]\nname = "out"\ntransport = "local"\nsuffix = "vin1"\nauthorities = ["cloud"]\nsettings = {{ '
         'network = "{n}-out" }}\n'
     )
-    world = await make_world(networks)
-    paced = {pump.peer.name for pump in world.streamer.pumps if pump.sender.pace is not None}
-    assert paced == {"out"}
+    world = await make_world(networks + of_endpoint, egress=of_all)
+    pumps = world.streamer.pumps
+    found = {pump.peer.name: None if (pace := pump.sender.pace) is None else pace.per_s for pump in pumps}
+    assert found == paces
 
 
 async def test_a_transport_learns_which_sources_to_refuse_unread(make_world: MakeWorld, publish: Any) -> None:
@@ -361,6 +422,6 @@ async def test_a_transport_learns_which_sources_to_refuse_unread(make_world: Mak
     ingress.gather_refused()
     assert streamer.endpoints["fleet"].dropped["over_quota"] == before + 7
     account = streamer.ledger.account("vin1", "fleet")
-    account.left = 10_000
+    account.passing.left = 10_000
     ingress.gather_refused()
     assert transport.refused == {}

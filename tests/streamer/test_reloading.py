@@ -21,6 +21,7 @@ from streamer.operating.control import ControlSocket, call
 from tests.streamer.conftest import THREE, MakeWorld, World, publication
 from transports.local import LocalTransport
 from uprotocol import uri as uris
+from uprotocol.message import UMessageBuilder
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -223,6 +224,33 @@ async def test_a_renamed_endpoint_gets_what_waits_in_order(make_world: MakeWorld
     assert [one.peer for one in world.streamer.paused] == ["backend"]
     assert not world.streamer.claims.unclaimed
     assert await reload(world, new) == []
+
+
+async def test_requests_and_responses_that_wait_for_a_renamed_endpoint_leave_under_its_new_name(
+    make_world: MakeWorld,
+) -> None:
+    world = await make_world({"vehicle": "", "cloud": "none"})
+    in_vehicle, in_cloud = await world.node("vehicle", "vehicle1", 0x9001), await world.node("cloud", "cloud")
+    callers = uris.parse("//vehicle1/9001/1/0"), uris.parse("//cloud/8001/1/0")
+    methods = uris.parse("//cloud/8001/1/7"), uris.parse("//vehicle1/9001/1/7")
+    to_cloud = await world.hear(in_cloud, callers[0], methods[0])
+    to_vehicle = await world.hear(in_vehicle, callers[1], methods[1])
+    answers_in_vehicle = await world.hear(in_vehicle, methods[0], callers[0])
+    answers_in_cloud = await world.hear(in_cloud, methods[1], callers[1])
+    await in_cloud.send(UMessageBuilder.request(callers[1], methods[1], 60_000).build())
+    await world.until(lambda: to_vehicle.messages)
+    transport = world.streamer.endpoints["cloud"].transport
+    assert isinstance(transport, LocalTransport)
+    transport.disconnect()
+    await in_vehicle.send(UMessageBuilder.response_for_request(to_vehicle.messages[0].attributes).build())
+    await in_vehicle.send(UMessageBuilder.request(callers[0], methods[0], 60_000).build())
+    await world.until(lambda: len(world.streamer.express.queues["cloud"]) == 2)
+    await reload(world, with_endpoint(world.config, "cloud", name="backend", renamed_from="cloud"))
+    await world.until(lambda: to_cloud.messages)
+    await in_cloud.send(UMessageBuilder.response_for_request(to_cloud.messages[0].attributes).build())
+    await world.until(lambda: answers_in_vehicle.messages and answers_in_cloud.messages)
+    answers = [*answers_in_vehicle.messages, *answers_in_cloud.messages]
+    assert [one.attributes.commstatus for one in answers] == [UCode.OK, UCode.OK]
 
 
 async def test_what_needs_a_restart_is_reported_and_the_rest_is_applied(make_world: MakeWorld) -> None:

@@ -340,3 +340,29 @@ async def test_a_start_and_a_stop_log_no_state_that_a_person_should_look_at(make
     assert sorted(changes(lines)) == [("cloud", NOT_READY, READY), ("vehicle", NOT_READY, READY)]
     of_the_streamer = [line["state"] for line in lines if line["event"] == "the state of the streamer has changed"]
     assert of_the_streamer == [READY]
+
+
+async def test_a_sender_whose_clock_is_a_day_ahead_is_reported_until_it_is_right(make_world: MakeWorld) -> None:
+    world = await make_world(more='[history]\nrecord = ["//vehicle1/FFFF/FF/FFFF"]\n')
+    vehicle = await world.node("vehicle", "vehicle1")
+    await vehicle.send(with_ttl(-30_000))
+    log, senders, owner = world.streamer.logs.durable, states.FastSenders(), world.streamer.endpoints.owner
+    await world.until(lambda: log.newest_seq == 1)
+    senders.look(log, uuids.now_ms(), 100.0)
+    assert list(senders.conditions(owner)) == []
+    await vehicle.send(with_ttl(-86_400_000))
+    await world.until(lambda: log.newest_seq == 2)
+    senders.look(log, uuids.now_ms(), 101.0)
+    (condition,) = senders.conditions(owner)
+    assert condition.endpoint == "vehicle"
+    assert re.search(r"the clock of 'vehicle1' is 86(399|400) s ahead of ours", condition.text)
+    ((name, labels, ahead_s),) = senders.samples(owner)
+    assert (name, labels) == ("sender_clock_ahead_seconds", ("vehicle",))
+    assert ahead_s == pytest.approx(86_400, abs=60)
+    senders.look(log, uuids.now_ms(), 101.0 + states.WINDOW_S)
+    assert list(senders.conditions(owner)) == [], "no such record has come for so long"
+    await vehicle.send(with_ttl(-86_400_000))
+    await vehicle.send(with_ttl(-30_000))
+    await world.until(lambda: log.newest_seq == 4)
+    senders.look(log, uuids.now_ms(), 102.0)
+    assert list(senders.conditions(owner)) == [], "the newest id is right: the other one was noise"

@@ -545,10 +545,12 @@ async def test_recorded_topics_can_be_polled_though_nobody_subscribed(make_world
 
 async def test_a_slow_caller_is_bounded(make_world: MakeWorld) -> None:
     world = await make_world()
-    cloud = await world.node("cloud", "cloud", 0x9001)
+    cloud, vehicle = await world.node("cloud", "cloud", 0x9001), await world.node("vehicle", "vehicle1")
+    method, callers = uris.parse("//vehicle1/8001/1/99"), uris.uri(uris.WILDCARD_AUTHORITY, 0xFFFFFFFF, 0xFF, 0)
+    await world.hear(vehicle, callers, method)  # and never answers
     async with InMemoryRpcClient(cloud, cloud.local) as client:
         with pytest.raises(UStatusError) as caught:
-            await client.invoke_method(uris.parse("//vehicle1/8001/1/99"), UPayload(), CallOptions(timeout_ms=100))
+            await client.invoke_method(method, UPayload(), CallOptions(timeout_ms=100))
     assert caught.value.code == UCode.DEADLINE_EXCEEDED
 
 

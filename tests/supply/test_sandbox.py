@@ -18,6 +18,7 @@ from typing import Final
 
 import pytest
 
+from tests.known_store import make_known_store
 from tests.supply import sandbox
 from tests.tiers import dds_domain
 from tools.broker import Broker
@@ -120,6 +121,7 @@ async def test_a_gateway_works_in_it(tmp_path: Path, make_broker: Callable[..., 
     dds = {"domain_id": domain, "interface": "lo", "multicast": False, "peers": ["127.0.0.1"]}
     config = tmp_path / "gateway.toml"
     toml = "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in dds.items()) + " }"
+    make_known_store(tmp_path / "data", "vehicle1")
     config.write_text(CONFIG.format(folder=tmp_path, zenoh=zenoh_port, mqtt=broker.port, dds=toml))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))

@@ -44,6 +44,7 @@ const COLUMNS = [
   {name: 'Last in', place: 'time', of: one => times(one.last_in)},
   {name: 'Last out', place: 'time', of: one => times(one.last_out)},
   {name: 'Dropped', number: true, of: dropped},
+  {name: 'Lost', number: true, of: one => one.lost ? {text: count(one.lost), kind: 'bad', title: 'dropped although their network was told that they were taken, and not acknowledged by a person'} : ''},
 ];
 
 const endpoints = new Table(byId('endpoints'), 'Endpoints', COLUMNS, one => one.name);
