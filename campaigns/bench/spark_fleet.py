@@ -250,17 +250,18 @@ async def measure(real: int, simulated: int, idle_s: float) -> Mapping[str, floa
         members = planner.fleet.members.values()
         await _until(lambda: sum(one.answered_ms > 0 for one in members) == len(present))
         figures["kib_per_history"] = (resident_kib() - before_kib) / len(everybody)
-        offset = await _round(planner, offset, "first", figures)
+        offset = await _rounds(planner, offset, "first", figures, len(present))
         await _until(lambda: all(one.asking is not None for one in members if one.answered_ms))
         offset = await _round(planner, offset, "idle", figures)
-        for name in present[:: round(1 / NEWS_SHARE)]:
+        news = present[:: round(1 / NEWS_SHARE)]
+        for name in news:
             await fleet.append(name, 10)
         await asyncio.sleep(0.5)
-        offset = await _round(planner, offset, "news", figures)
+        offset = await _rounds(planner, offset, "news", figures, len(news))
         for name in present:
             await fleet.append(name, 10)
         await asyncio.sleep(1.0)
-        offset = await _round(planner, offset, "all_news", figures)
+        offset = await _rounds(planner, offset, "all_news", figures, len(present))
         await planner.commit(offset)
         with Clock() as clock:
             text = json.dumps(offset.json())
@@ -282,10 +283,10 @@ async def measure(real: int, simulated: int, idle_s: float) -> Mapping[str, floa
         figures["kib_per_history_later"] = (resident_kib() - before_kib) / len(everybody)
         await planner.fleet.close()
         await fleet.session.shut()
-        for name in present[:: round(1 / NEWS_SHARE)]:
+        for name in news:
             await fleet.append(name, 10)
         planner = Planner(fleet.session, _raise)
-        await _round(planner, Offset.of(json.loads(text)), "restart", figures)
+        await _rounds(planner, Offset.of(json.loads(text)), "restart", figures, len(news))
         with Clock() as clock:
             await planner.fleet.close()
         figures["close_s"] = clock.wall_s
@@ -296,6 +297,20 @@ async def _until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 - any state may be asked for
             await asyncio.sleep(0.05)
+
+
+async def _rounds(planner: Planner, start: Offset, name: str, figures: dict[str, float], ranges: int) -> Offset:
+    """Rounds until they have that many ranges in all: on a busy computer some histories answer after the first one. The
+    seconds are those of the longest round."""
+    longest_s, cpu_s, total = 0.0, 0.0, 0.0
+    async with asyncio.timeout(60):
+        while total < ranges:
+            start = await _round(planner, start, name, figures)
+            longest_s = max(longest_s, figures[f"{name}_s"])
+            cpu_s += figures[f"{name}_cpu_s"]
+            total += figures[f"{name}_ranges"]
+    figures |= {f"{name}_s": longest_s, f"{name}_cpu_s": cpu_s, f"{name}_ranges": total}
+    return start
 
 
 async def _round(planner: Planner, start: Offset, name: str, figures: dict[str, float]) -> Offset:

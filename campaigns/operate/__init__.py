@@ -7,4 +7,5 @@ book.py      the ledger of chaos, judged once for each step while the load goes 
 stage.py     one step: what it waits for, what it was reported, how it is judged
 restarts.py keys.py reloads.py data.py asking.py   the steps
 soak.py      steady load for hours: is everything flat?
+backlogs.py  vehicles that come back with a backlog, over the files of examples/vehicle-cloud
 """

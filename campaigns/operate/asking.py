@@ -89,12 +89,14 @@ def status(stage: Stage) -> None:
     broker.start()
     broker.wait_ready()
     stage.calm()
+    stopped_at = stage.fleet.book.now()
     site.gateway.stop()
     said = stage.command(site, "status", fails=True)
     if "run" not in said:
         stage.row.problems.append(f"of a stopped gateway it says: {said[:300]}")
     site.gateway.start()
     site.gateway.wait_ready()
+    stage.linked(site, stopped_at)
 
 
 def _status(stage: Stage, site: Site) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def _gap(stage: Stage) -> str:
 @step("data of a newer version")
 def newer_format(stage: Stage) -> None:
     """As after a downgrade over a change of format: the streamer does not touch the data, and says why."""
-    site = stage.vin2
+    site, stopped_at = stage.vin2, stage.fleet.book.now()
     site.gateway.stop()
     path = site.data_dir / "history.db"
     version = _version(path)
@@ -63,6 +63,7 @@ def newer_format(stage: Stage) -> None:
         _version(path, version)
         site.gateway.start()
         site.gateway.wait_ready()
+    stage.linked(site, stopped_at)
 
 
 def _version(path: Path, new: int | None = None) -> int:

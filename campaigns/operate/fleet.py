@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -166,15 +166,6 @@ class Secrets:
         ]
 
 
-@dataclass
-class Answers:
-    """Of the requests."""
-
-    ok: int = 0
-    failed: int = 0  # answered with an error
-    none: int = 0
-
-
 class Fleet:
     def __init__(self, folder: Path, rate: float, seed: int, *, with_old: bool = False) -> None:
         """`rate`: messages a second, all flows together. `with_old`: vin2 begins with the version before, where there
@@ -182,7 +173,6 @@ class Fleet:
         self.why_not_old = _why_not_old(folder / "old") if with_old else "the fleet was built without it"
         self.folder, self._rate, self._rng = folder, rate, random.Random(seed)
         self.book, self.tally = Book(), Counter[str]()
-        self.answers = Answers()
         self._closers: list[Callable[[], None]] = []
         self._going = threading.Event()
         self._zenoh_ports = {vin: free_port() for vin in VINS}
@@ -345,13 +335,9 @@ class Fleet:
         def work() -> None:
             self._going.wait()
             while self._going.is_set():
+                request = self.book.asked(f"{caller.me} > {method}")
                 answer = caller.call(method, os.urandom(16), CALL_S, LATE_S)
-                if answer is None:
-                    self.answers.none += 1
-                elif answer.commstatus:
-                    self.answers.failed += 1
-                else:
-                    self.answers.ok += 1
+                request.over(None if answer is None else answer.commstatus or 0)
                 time.sleep(CALLS_PAUSE_S)
 
         threading.Thread(target=work, daemon=True).start()

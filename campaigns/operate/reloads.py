@@ -84,7 +84,7 @@ def egress(stage: Stage) -> None:
         stage.flowing()
 
 
-@step("reload: settings of an endpoint", _can)
+@step("reload: settings of an endpoint", _can, is_calm=True)
 def settings(stage: Stage) -> None:
     """The link to the broker is closed and opened again: its session keeps what comes meanwhile."""
 
@@ -164,6 +164,18 @@ def needs_restart(stage: Stage) -> None:
         _expect(stage, said, "! history.volatile")
         stage.reported("a note", lambda: stage.vin1.line("needs a restart"))
     stage.ended("a note", lambda: stage.vin1.line("needs a restart"))
+
+
+@step("reload: the name of an endpoint", _can, is_calm=True)
+def name(stage: Stage) -> None:
+    site = stage.vin2
+    for was, name in (("offboard", "uplink"), ("uplink", "offboard")):
+        site.endpoint(was).update(name=name, renamed_from=was)
+        reload_by_signal(stage, site)
+        stage.calm()
+        stage.flowing()
+    del site.endpoint("offboard")["renamed_from"]
+    reload_by_signal(stage, site)
 
 
 @step("rename", _can)

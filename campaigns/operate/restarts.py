@@ -26,10 +26,11 @@ HELD_S: Final = 0.3  # a session, by somebody else
 def upgrade(stage: Stage) -> None:
     """The fleet was built with the version before in one vehicle; the present one takes over its data, under load. A
     way back is refused and reported, or works."""
-    site = stage.vin2
+    site, began = stage.vin2, stage.fleet.book.now()
     old = site.gateway
     _replace(site, site.made())
     stage.reported("the present version is up", site.status)
+    stage.linked(site, began)
     stage.calm()
     stage.flowing()
     present = site.gateway
@@ -38,6 +39,7 @@ def upgrade(stage: Stage) -> None:
     stage.until("the version before neither starts nor ends", lambda: old.is_ready() or not old.running)
     if old.running:
         stage.note("the version before reads the data, too", 0.0)
+        stage.linked(site, began)
         stage.calm()
         stage.flowing()
         old.stop()
@@ -46,6 +48,7 @@ def upgrade(stage: Stage) -> None:
         old.forget()
     present.start()
     present.wait_ready()
+    stage.linked(site, began)
 
 
 def _replace(site: Site, fresh: Gateway) -> None:
@@ -58,8 +61,10 @@ def _replace(site: Site, fresh: Gateway) -> None:
 @step("rolling restart")
 def rolling_restart(stage: Stage) -> None:
     for site in stage.sites:
+        began = stage.fleet.book.now()
         site.restart()
         stage.reported(f"{site.name} is up", site.status)
+        stage.linked(site, began)
         stage.calm()
         stage.flowing()
 
@@ -67,10 +72,12 @@ def rolling_restart(stage: Stage) -> None:
 @step("kill -9", may_double=True)
 def kill(stage: Stage) -> None:
     for site in stage.sites:
+        began = stage.fleet.book.now()
         site.gateway.kill()
         site.gateway.start()
         site.gateway.wait_ready()
         stage.reported(f"{site.name} is up", site.status)
+        stage.linked(site, began)
         stage.calm()
         stage.flowing()
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from campaigns.chaos.processes import ChaosError
 from campaigns.operate.book import Turn
-from campaigns.operate.fleet import CLOUD, VINS, Fleet
+from campaigns.operate.fleet import CLOUD, VINS, Fleet, flow_name
 from campaigns.operate.sites import CLI, Site
 
 REPORTED_S_MAX: Final = 5.0  # for a reason to be reported, on a quiet machine
@@ -34,9 +34,6 @@ class Row:
     reported_after_s: float = 0.0  # the latest of its reports
     reported: list[str] = field(default_factory=list)
     turn: Turn = field(default_factory=Turn)
-    answered: int = 0  # requests
-    failed: int = 0
-    unanswered: int = 0
     may_double: bool = False
     problems: list[str] = field(default_factory=list)
     skipped: str = ""  # why
@@ -122,6 +119,13 @@ class Stage:
         """Wait until all that was sent up to now in these flows has arrived, or no more of it comes."""
         self.settle(self.fleet.book.now(), flows)
 
+    def linked(self, site: Site, since: float) -> None:
+        """Wait until the raw clients of a gateway that was started again since then (of the book) are linked to it.
+        Zenoh drops notifications that the gateway sends before that; publishes wait until somebody listens."""
+        dropped = {flow_name(one) for one in self.fleet.flows if one.vin == site.name and one.sink and not one.goes_up}
+        self.flowing(lambda flow: flow not in dropped)
+        self.fleet.book.excuse(since, lambda flow: flow in dropped)
+
     def settle(self, until: float, flows: Callable[[str], bool] = lambda _: True) -> None:
         """The same of what was sent up to `until` (of the book)."""
         fleet, waiting, since = self.fleet, -1, time.monotonic()
@@ -132,6 +136,13 @@ class Stage:
                 return
             if left != waiting:
                 waiting, since = left, time.monotonic()
+            time.sleep(0.1)
+
+    def answered(self, until: float) -> None:
+        """Wait until each request that was asked up to `until` (of the book) is answered, or its caller has given up,
+        which may be seconds after the step's work is done."""
+        deadline = time.monotonic() + QUIET_S * self._patience
+        while self.fleet.book.asking(until) and time.monotonic() < deadline:
             time.sleep(0.1)
 
 
@@ -152,8 +163,7 @@ class Step:
         if why := self.why_not(fleet):
             row.skipped = why
             return row
-        stage, answers = Stage(fleet, row, patience), fleet.answers
-        before = (answers.ok, answers.failed, answers.none)
+        stage = Stage(fleet, row, patience)
         try:
             self.work(stage)
             stage.calm()
@@ -162,12 +172,10 @@ class Step:
             _revive(stage)
         until = fleet.book.now()
         stage.settle(until)
-        row.turn = fleet.book.turn(until)
-        row.answered, row.failed, row.unanswered = (
-            now - then for now, then in zip((answers.ok, answers.failed, answers.none), before, strict=True)
-        )
-        if self.is_calm and (row.failed or row.unanswered):
-            row.problems.append(f"of the requests {row.failed} failed and {row.unanswered} were not answered")
+        stage.answered(until)
+        turn = row.turn = fleet.book.turn(until)
+        if self.is_calm and (turn.failed or turn.unanswered):
+            row.problems.append(f"of the requests {turn.failed} failed and {turn.unanswered} were not answered")
         row.seconds = time.monotonic() - began
         return row
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 CALL_MS: Final = 4_000  # of a subscriber's call; then it tries again
 RETRY_S: Final = 0.4
 BURST_MESSAGES: Final = 20
+FLOOD_BATCH: Final = 10
 BURST_PAUSE_S: Final = 0.002  # at most, between two of them
 PRIORITIES: Final = (UPriority.UPRIORITY_CS1, UPriority.UPRIORITY_CS1, UPriority.UPRIORITY_CS3)
 SUBSCRIBE, UNSUBSCRIBE = 1, 2  # methods of both versions
@@ -121,6 +122,29 @@ class Publisher:
                 return None
             await asyncio.sleep(0.02 + self._world.dice.random() * 0.1)
         return None
+
+
+class Flood:
+    """A vehicle of a fleet that sends far more than its quota, and nothing again."""
+
+    def __init__(self, world: Any, transport: LocalTransport, topic: UUri) -> None:
+        self._world, self._transport, self._topic = world, transport, topic
+
+    async def run(self, batches: int, pause_s: float) -> None:
+        checker = self._world.checker
+        for number in range(batches):
+            payload = UPayload(f"flood {number}".encode(), UPayloadFormat.UPAYLOAD_FORMAT_TEXT)
+            builders = (UMessageBuilder.publish(self._topic) for _ in range(FLOOD_BATCH))
+            messages = [builder.build_from_upayload(payload) for builder in builders]
+            sents = [checker.publishes(message, is_flood=True) for message in messages]
+            try:
+                statuses = await self._transport.send_batch(messages)
+            except UStatusError:
+                continue
+            for sent, status in zip(sents, statuses, strict=True):
+                if status.code == UCode.OK:
+                    sent.acknowledged()
+            await asyncio.sleep(pause_s)
 
 
 class Hearer:

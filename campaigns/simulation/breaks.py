@@ -3,6 +3,7 @@ find them again."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -288,10 +289,62 @@ def _removed_too_early() -> Patches:
     return [(Resender, "_try", remove_and_send)]
 
 
+def _quota_at_all_times() -> Patches:
+    from streamer.walk.ledger import Pressure
+
+    return [(Pressure, "is_on", lambda self, now: True)]
+
+
+def _dropped_and_not_counted() -> Patches:
+    from streamer.walk.ledger import AuthorityLedger
+
+    return [(AuthorityLedger, "drop", lambda self, account, messages=1: None)]
+
+
+def _senders_are_not_held() -> Patches:
+    from streamer.walk.flow import Flow
+
+    append = Flow.append
+
+    def append_or_drop(self: Flow, records: int, offer: Any) -> Any:
+        if not self._queue and self.is_open:
+            return append(self, records, offer)
+        answer = asyncio.get_running_loop().create_future()
+        answer.set_result(0)
+        return answer
+
+    return [(Flow, "append", append_or_drop)]
+
+
+def _network_loss_untold() -> Patches:
+    from streamer.operating.states import LossReports
+
+    return [(LossReports, "network_lost", lambda self, endpoint, what, messages: None)]
+
+
+def _unserved_unnoted() -> Patches:
+    from streamer.walk.without_rule import WithoutRule
+
+    return [(WithoutRule, "_has_changed", lambda self, topics=None: None)]
+
+
+def _new_store_ignored() -> Patches:
+    from usubscription.audit import Auditor
+
+    return [(Auditor, "has_other_store", lambda self, authority, major: None)]
+
+
+LOADED: Final = ("load", "static", "chain", "foreign")
 FOLLOWED: Final = ("follow", "keeper")
 IN_EPOCHS: Final = ("epochs", "static")
 
 BREAKS: Final[dict[str, Break]] = {
+    "new store ignored": Break(
+        "a service that is asked by one with a new store waits for its next audit",
+        _new_store_ignored,
+        "emptied",
+        ("chain",),
+    ),
     "restart that records": Break(
         "messages that arrived during an outage of a recording gateway count as older than the subscriptions",
         _restart_that_records,
@@ -310,6 +363,23 @@ BREAKS: Final[dict[str, Break]] = {
         "each method has a queue of its own, so an Unsubscribe overtakes an earlier Subscribe",
         _order_of_commands,
         "hurry",
+    ),
+    "quota at all times": Break(
+        "an authority is limited to its quota though the gateway is not overloaded", _quota_at_all_times, kinds=LOADED
+    ),
+    "dropped and not counted": Break(
+        "messages beyond a quota are dropped, and no counter shows them", _dropped_and_not_counted, kinds=LOADED
+    ),
+    "senders are not held": Break(
+        "what comes while no peer keeps up is acknowledged and dropped",
+        _senders_are_not_held,
+        kinds=LOADED,
+    ),
+    "network loss untold": Break(
+        "what a network has taken and then lost is not reported", _network_loss_untold, "forget"
+    ),
+    "unserved and not noted": Break(
+        "subscriptions are compared with the rules at the start only, not when either changes", _unserved_unnoted
     ),
     "removed too early": Break(
         "a dead letter leaves the store before the network has taken it again", _removed_too_early

@@ -8,7 +8,7 @@ A hearer is excused only by the configuration, an Unsubscribe or the end of a vo
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -26,6 +26,9 @@ from usubscription_client import Status
 
 VIOLATIONS_MAX: Final = 20  # of one run; the first ones are enough
 
+NETWORK_LOST: Final = "a network has lost messages for us"  # in the log
+OVER_QUOTA: Final = "dropped: an authority sends more than its quota"  # in the log
+
 Key = tuple[str, int, int, int]
 Id = bytes
 Hop = tuple[str, str, str]
@@ -40,11 +43,12 @@ class Sent:
     message: UMessage
     at: float
     era: int
+    is_flood: bool = False  # beyond a quota: may be dropped while the gateway is overloaded, which counts it
+    is_kept: bool = False  # by its publisher, whose history is followed, so that no network can lose it
     acknowledged_at: float | None = None
     heard: dict[str, int] = field(default_factory=dict)
     promised: set[str] = field(default_factory=set)  # hearers to whom it is owed, or was until it came
     lost: bool = False  # by a network without acknowledgements
-    is_kept: bool = False  # by its publisher, whose history is followed, so that no network can lose it
 
     @property
     def topic(self) -> Key:
@@ -151,6 +155,7 @@ class Checker:
         self._reader_first: dict[bytes, int] = {}
         self.reader_topics: list[UUri] = []
         self.gaps: list[tuple[str, int, int]] = []  # of pumps: machine, after, before
+        self.reported_lost: Counter[str] = Counter()  # by machine: messages that a network has lost
         self.allowed_gaps = False
         # by machine: a range of seqs with records for a removed endpoint
         self.unclaimed: list[tuple[str, int, int]] = []
@@ -175,10 +180,10 @@ class Checker:
 
     # -- publishing and receiving
 
-    def publishes(self, message: UMessage, *, is_kept: bool = False) -> Sent:
+    def publishes(self, message: UMessage, *, is_kept: bool = False, is_flood: bool = False) -> Sent:
         self._numbers += 1
         id = uuids.to_bytes(message.attributes.id)
-        sent = self.sent[id] = Sent(self, id, self._numbers, message, self.now, self.era, is_kept=is_kept)
+        sent = self.sent[id] = Sent(self, id, self._numbers, message, self.now, self.era, is_flood, is_kept)
         return sent
 
     def acknowledged(self, sent: Sent) -> None:
@@ -396,6 +401,10 @@ class Checker:
 
     def logged(self, machine: str, event: dict[str, Any]) -> None:
         """An error or a warning of a gateway."""
+        if event.get("event") == NETWORK_LOST:
+            self.reported_lost[machine] += event["messages_at_most"] or 0
+        if event.get("event") == OVER_QUOTA and not self.world.is_busy(machine):
+            self.fail("dropped without overload", f"{machine} drops messages of {event['authority']}")
         if "after" in event and "before" in event:
             self.gaps.append((machine, event["after"], event["before"]))
         if event.get("exc_info") and not self.world.disk_troubled(machine):
@@ -509,8 +518,12 @@ class Checker:
     @property
     def outstanding(self) -> int:
         """The number of owed messages. Dead letters count only at the very end, since they are read from disk."""
+        dropped = self._over_quota()
         owed = sum(
-            1 for owed in self.owed.values() for id in owed if id not in self._maybe_dead and not self._is_unclaimed(id)
+            1
+            for owed in self.owed.values()
+            for id in owed
+            if id not in self._maybe_dead and id not in dropped and not self._is_unclaimed(id)
         )
         return owed + len(self._unread()) + len(self._reader_lacks())
 
@@ -518,13 +531,25 @@ class Checker:
         self._maybe_dead.add(uuids.to_bytes(message.attributes.id))
         self.note("dead letter", message.payload[:40] if is_application(message) else "")
 
+    def may_be_dead_letter(self, message: UMessage) -> bool:
+        """Some gateway has made a dead letter of it, or was killed meanwhile."""
+        return uuids.to_bytes(message.attributes.id) in self._maybe_dead
+
     def _unread(self) -> list[Sent]:
         """True if it is owed to the reader, and in no log."""
         return [sent for sent in self._owed_to_reader.values() if sent.id not in self.places]
 
+    def _over_quota(self) -> set[Id]:
+        """The messages of a flood that are in no log, if the gateway has counted as many as dropped."""
+        missing = {
+            id for owed in self.owed.values() for id, sent in owed.items() if sent.is_flood and id not in self.places
+        }
+        return missing if missing and len(missing) <= self.world.over_quota() else set()
+
     def forgive(self, letters: Iterable[tuple[Id, str]]) -> None:
-        """Reported messages are not owed: dead letters, and gaps if a disk was torn or an absence was too long."""
-        reported = {id for id, _ in letters}
+        """Reported messages are not owed: dead letters, those beyond a quota, and gaps if a disk was torn or an absence
+        was too long."""
+        reported = {id for id, _ in letters} | self._over_quota()
         for owed in self.owed.values():
             for id in [id for id in owed if id in reported or self._is_unclaimed(id)]:
                 del owed[id]

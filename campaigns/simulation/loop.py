@@ -26,6 +26,7 @@ from asyncio import events
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
+from campaigns.simulation.processor import Processor
 from storage.runtime import Gathering
 
 T = TypeVar("T")
@@ -40,7 +41,10 @@ class DeadlockError(Exception):
 
 
 class Process:
-    """A process that can be killed. `steps` counts its callbacks; at `kill_at` it dies instead of running one more."""
+    """A process that can be killed. `steps` counts its callbacks; at `kill_at` it dies instead of running one more.
+    `processor`: None, if its work takes no time."""
+
+    processor: Processor | None = None
 
     def __init__(self, name: str, on_kill: Callable[[], None] = lambda: None) -> None:
         self.name, self.on_kill = name, on_kill
@@ -74,11 +78,21 @@ def _may_run(process: Process | None) -> bool:
     return True
 
 
+def _waits(handle: Any, run: Callable[[], None]) -> bool:
+    """True if the thread of its process is busy, and runs it later."""
+    process: Process | None = handle.process
+    return process is not None and process.processor is not None and process.processor.defers(run)
+
+
 class _Handle(events.Handle):
     __slots__ = ("process",)
 
     def _run(self) -> None:  # type: ignore[override]
-        if _may_run(self.process):
+        if not _waits(self, self._run_now):
+            self._run_now()
+
+    def _run_now(self) -> None:
+        if not self._cancelled and _may_run(self.process):  # type: ignore[attr-defined]
             super()._run()  # type: ignore[misc]
 
 
@@ -86,7 +100,11 @@ class _TimerHandle(events.TimerHandle):
     __slots__ = ("process",)
 
     def _run(self) -> None:  # type: ignore[override]
-        if _may_run(self.process):
+        if not _waits(self, self._run_now):
+            self._run_now()
+
+    def _run_now(self) -> None:
+        if not self._cancelled and _may_run(self.process):  # type: ignore[attr-defined]
             super()._run()  # type: ignore[misc]
 
 

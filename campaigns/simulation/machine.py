@@ -9,7 +9,9 @@ Keeper.start --> KeeperProcess: HistoryPublisher, what is due -> the same
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import functools
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from campaigns.simulation.disk import SimulatedDisk
 from campaigns.simulation.loop import PROCESS, Process, SimulatedWorker
 from campaigns.simulation.network import KEEPER
+from campaigns.simulation.processor import Processor
 from history.file.writer import FollowedFrom as Notes
 from history.log.log import Log
 from history.publisher import HistoryPublisher
@@ -47,6 +50,7 @@ LATE_OPEN_SHARE: Final = 0.2  # of the networks that a process opens: they take 
 # ... before we are on them, and as long again until `open` returns. Together less than app.OPEN_WAIT_S: who is ready is
 # on each network, which the checker counts on
 LATE_OPEN_S_MAX: Final = 2.4
+TAIL_RECORDS: Final = 64  # in the memory of a gateway whose work takes time
 RELOAD_S_MAX: Final = 60.0  # as STOP_S_MAX, for a reload
 RESTART_S: Final = 1.0  # then a supervisor restarts a process that died
 
@@ -57,12 +61,14 @@ def named(task: asyncio.Task[Any]) -> str:
     )
 
 
-def runtime_of(world: Any, disk: SimulatedDisk, dice: random.Random) -> Runtime:
+def runtime_of(
+    world: Any, disk: SimulatedDisk, dice: random.Random, used: Callable[[], Used] = lambda: Used(0.0, 0.0, 0.0)
+) -> Runtime:
     return Runtime(
         disk=disk,
         worker=SimulatedWorker,  # type: ignore[arg-type]
         monotonic=world.loop.time,
-        used=lambda: Used(0.0, 0.0, 0.0),
+        used=used,
         random_bytes=dice.randbytes,
         rng=random.Random(dice.getrandbits(64)),
     )
@@ -94,12 +100,15 @@ class MachineProcess(Process):
 
     async def _live(self) -> None:
         try:
-            await self._serve(runtime_of(self.machine.world, self.disk, self.dice))
+            await self._serve(self._runtime())
         except Exception as error:
             if self.alive:
                 self.machine.died(self, error)
         else:
             self.machine.ended(self)
+
+    def _runtime(self) -> Runtime:
+        return runtime_of(self.machine.world, self.disk, self.dice)
 
     async def _serve(self, runtime: Runtime) -> None:
         raise NotImplementedError
@@ -122,6 +131,8 @@ class MachineProcess(Process):
         append, checker, machine = log.append, self.machine.world.checker, self.machine
 
         def tapped(streams: list[int], messages: Sequence[Any], notes: Notes | None = None) -> asyncio.Future[int]:
+            if self.processor is not None:
+                self.processor.work(len(messages))
             committed = on_append(messages) if on_append is not None else lambda: None
             future = append(streams, messages, notes)
 
@@ -148,11 +159,22 @@ class MachineProcess(Process):
 class GatewayProcess(MachineProcess):
     """One life of a gateway."""
 
+    def _runtime(self) -> Runtime:
+        world = self.machine.world
+        self.processor = Processor(world.loop, world.message_s)
+        return runtime_of(world, self.disk, self.dice, self.processor.used)
+
     async def _serve(self, runtime: Runtime) -> None:
         config = Config.model_validate(self.machine.config)
         self.streamer = streamer = await Streamer.create(config, runtime)
         for log in streamer.logs:
             self._tap(log)
+            if self.machine.world.message_s:
+                log.tail_share = functools.partial(_share_of_a_small_tail, log)  # type: ignore[method-assign]
+        rest = self.machine.world.rest
+        if rest is not None and self.machine.name == "V":
+            with contextlib.suppress(UStatusError):  # a faulty disk
+                await rest.checker.read(streamer.logs.durable)
         self._tap_letters(streamer)
         self._tap_gaps(streamer)
         if "late_open" not in self.machine.world.without:
@@ -211,6 +233,11 @@ class GatewayProcess(MachineProcess):
 
             streamer.recoveries.on_gap = reported
             streamer.recoveries.on_answer = rest.checker.answered
+
+
+def _share_of_a_small_tail(log: Log, after: int) -> float:
+    """As Log.tail_share, of a memory for TAIL_RECORDS records: a world has too few to fill a real one."""
+    return (log.newest_seq - after) / TAIL_RECORDS
 
 
 def _late(open: Callable[[], Awaitable[None]], before_s: float, after_s: float) -> Callable[[], Awaitable[None]]:

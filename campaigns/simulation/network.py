@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary
 
+from campaigns.simulation.loop import PROCESS
 from transports.base import NOT_TRIED, stopped
 from transports.local import LocalNetwork, LocalTransport, is_of_the_network, size
 from uprotocol import attributes as attrs
@@ -90,11 +91,13 @@ class FaultyNetwork(LocalNetwork):
 
     def __init__(self, name: str = "", faults: Faults | None = None) -> None:
         super().__init__(name)
+        self._context = contextvars.copy_context()  # belongs to no process that could be killed
         self.hangs: dict[LocalTransport, Literal["before", "after"]] = {}
         self.answer_s = 0.0
         self._calls: WeakKeyDictionary[LocalTransport, _Calls] = WeakKeyDictionary()
         self._refused: dict[tuple[str, str], re.Pattern[str]] = {}  # (address, sender), as given to `refuse`
-        self._delayed: list[tuple[float, int, LocalTransport, UMessage]] = []  # due, order, receiver, message
+        # due, order, receiver, message, sender
+        self._delayed: list[tuple[float, int, LocalTransport, UMessage, LocalTransport]] = []
         self._count = 0
         self._release_at: dict[Any, float] = {}  # stream -> when its last delayed message is due
         self.set_faults(faults)
@@ -234,13 +237,16 @@ class FaultyNetwork(LocalNetwork):
             return NOT_SENT
         for member in [member for member in self.members if member is not sender]:
             for _ in range(2 if self._strikes(faults.duplicate) else 1):
-                self._late(faults, member, message) if faults.delay_ms_max or self._delayed else member.arrive(message)
+                if faults.delay_ms_max or self._delayed:
+                    self._late(faults, sender, member, message)
+                else:
+                    member.arrive(message)
         return UNSURE if self._strikes(faults.unsure_send) else OK
 
     def _strikes(self, chance: float) -> bool:
         return chance > 0 and self._random.random() < chance
 
-    def _late(self, faults: Faults, member: LocalTransport, message: UMessage) -> None:
+    def _late(self, faults: Faults, sender: LocalTransport, member: LocalTransport, message: UMessage) -> None:
         """Deliver later, but not before an earlier message of the same stream."""
         loop = asyncio.get_running_loop()
         attributes = message.attributes
@@ -250,17 +256,29 @@ class FaultyNetwork(LocalNetwork):
         self._release_at[stream] = due = max(due, self._release_at.get(stream, 0.0))
         self._count += 1
         member.arrivals.count(size(message), 1)
-        heapq.heappush(self._delayed, (due, self._count, member, message))
-        loop.call_at(due, self._release)
+        heapq.heappush(self._delayed, (due, self._count, member, message, sender))
+        loop.call_at(due, self._release, due, context=self._context)
 
-    def _release(self) -> None:
-        """Deliver one due message. There is one call for each message; the heap chooses, which keeps the order of equal
-        times."""
-        _, _, member, message = heapq.heappop(self._delayed)
+    def _release(self, due: float) -> None:
+        """Deliver one message that was due at `due` or before; the loop may call a little earlier. There is one call
+        for each message; the heap chooses, which keeps the order of equal times."""
+        if not self._delayed or self._delayed[0][0] > due:
+            return  # the message of this call was forgotten
+        _, _, member, message, _ = heapq.heappop(self._delayed)
         member.arrivals.count(-size(message), -1)
         self._deliver(member, message)
         if not self._delayed:
             self._release_at.clear()
+
+    def forget(self, sender: LocalTransport, which: Callable[[UMessage], bool]) -> list[UMessage]:
+        """Drop what `sender` has sent, and what was answered OK and is not delivered yet. Returns the messages, each
+        once."""
+        forgotten = [one for one in self._delayed if one[4] is sender and which(one[3])]
+        for one in forgotten:
+            self._delayed.remove(one)
+            one[2].arrivals.count(-size(one[3]), -1)
+        heapq.heapify(self._delayed)
+        return list({id(message): message for _, _, _, message, _ in forgotten}.values())
 
     def _deliver(self, member: LocalTransport, message: UMessage) -> None:
         """Deliver to `member`, or to the member that has its session now."""
@@ -301,7 +319,6 @@ class SimulatedNetwork(FaultyNetwork):
         LocalNetwork._named[name] = self
         self._dice = random.Random(seed)
         self._on_message = on_message
-        self._context = contextvars.copy_context()  # belongs to no process that could be killed
         self.weather = CALM
         self.keeps = name.endswith("/vehicle")  # it has a publisher that keeps its own history
         # whether the gateway of the vehicle gets this message neither now nor from its session
@@ -315,6 +332,9 @@ class SimulatedNetwork(FaultyNetwork):
         self.set_faults(replace(weather.faults, seed=self._dice.getrandbits(32)) if rough else None)
 
     def carry(self, sender: LocalTransport, message: UMessage) -> UStatus:
+        process = PROCESS.get()
+        if process is not None and process.processor is not None:
+            process.processor.work(1)
         if self.loses is None or not self.loses(message):
             return super().carry(sender, message)
         members, sessions = self.members, self.sessions

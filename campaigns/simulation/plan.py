@@ -34,6 +34,9 @@ REFUSALS: Final = tuple(int(code) for code in UCode.values() if code != UCode.OK
 
 BURSTING: Final = ("vin", "mcu", "hub")  # publishers; those of epochs announce their messages
 
+ELSEWHERE: Final = ".elsewhere"
+FLOOD_PAUSES_S: Final = (0.03, 0.1, 0.2)  # between batches: 330 to 50 messages a second
+FLOOD_BATCHES_MAX: Final = 120
 RELOAD_SHARE: Final = 0.6  # of other configurations that are taken over without a restart
 
 KNOWN_FAULTS: Final = frozenset({"late_error", "tear_young", "pause_undecided"})
@@ -103,6 +106,8 @@ class Plan:
             self._spawn(world.keeper.run(topics, count, 2 * length_s / count))
         for hearer in world.subscribers:
             self._spawn(self._wishes(hearer, length_s))
+        if world.flood is not None:
+            self._spawn(self._flood())
         actions = self._follow_actions() if world.follows else self._actions()
         for _ in range(1 + dice.randrange(5)):
             await asyncio.sleep(dice.random() * length_s / 3)
@@ -117,6 +122,7 @@ class Plan:
             (2, self._partition),
             (1, self._break_network),
             (1, self._hang),
+            (1, self._forget),
             (3, self._kill),
             (3, self._restart),
             (1, self._power_cut),
@@ -192,6 +198,14 @@ class Plan:
                 want = self._world.checker.wants[hearer, uris.key(topic)]
                 await subscriber.wish(topic, not want.wanted)
 
+    async def _flood(self) -> None:
+        """Once or twice, at any moment."""
+        dice = random.Random(f"{self._world.seed} flood")  # a generator of its own
+        assert self._world.flood is not None
+        for _ in range(1 + dice.randrange(2)):
+            await asyncio.sleep(dice.random() * 4)
+            await self._world.flood.run(5 + dice.randrange(FLOOD_BATCHES_MAX), dice.choice(FLOOD_PAUSES_S))
+
     # -- faults
 
     @staticmethod
@@ -258,6 +272,25 @@ class Plan:
         await self._world.until(lambda: not (machine.ready and transport in hangs), HANG_S_MAX)
         hangs.pop(transport, None)  # nothing was sent
         await self._world.until(lambda: not machine.ready or endpoint.sends.is_idle, HANG_S_MAX)
+        self._world.checker.disturbed_until(why)
+
+    async def _forget(self) -> None:
+        """A gateway's network has answered messages that are still on their way, and is opened again: it forgets them,
+        and reports how many."""
+        dice, machine = random.Random(f"{self._world.seed} forget {self._world.loop.now}"), self._v
+        if machine.streamer is None:
+            return
+        endpoint = dice.choice(list(machine.streamer.endpoints))
+        transport: Any = endpoint.transport
+        name = transport.network.name.split("/")[1]
+        why = f"forget {machine.name} {endpoint.name}"
+        self._world.checker.disturbed_from(why)
+        self._world.networks[name].set_weather(Weather(Faults(delay_ms_max=dice.choice((50, 500)))))
+        await self._burst(0.3)
+        self._world.forget(machine, endpoint.name, transport)
+        await self._some(1.0)
+        transport.reconnect()
+        self._calm(name)
         self._world.checker.disturbed_until(why)
 
     async def _break_network(self) -> None:
@@ -429,10 +462,10 @@ class Plan:
         match dice.randrange(4):
             case 0:  # a network is closed and opened again
                 authorities = dice.choice(endpoints)["authorities"]
-                if len(authorities) > 1:
+                if authorities[-1].endswith(ELSEWHERE):
                     authorities.pop()
                 else:
-                    authorities.append(f"*.{authorities[0]}.elsewhere")
+                    authorities.append(f"*.{authorities[0]}{ELSEWHERE}")
             case 1:  # all pumps are made again
                 config["egress"]["retry_max_ms"] = dice.choice((300, 400))
             case 2:

@@ -176,6 +176,16 @@ class RecoveryChecker:
         if message.attributes.source.ue_id == REST:
             self._stored[uris.key(message.attributes.source)][incarnation, seq] = int(message.payload)
 
+    async def read(self, log: Log) -> None:
+        """Also what the last process has committed, and was killed before it could say so. Retention may delete that
+        before the end."""
+        after = 0
+        while chunks := await log.read(after):
+            after = chunks[-1].last_seq
+            for chunk in chunks:
+                for seq, message in zip(chunk.seqs, map(decoded, chunk.messages), strict=True):
+                    self.appended(log.incarnation, seq, message)
+
     def torn(self) -> None:
         """The end of the log is lost: the source has it, and it is stored again."""
         self.has_torn = True
@@ -220,12 +230,7 @@ class RecoveryChecker:
         """Compare with what the log has in the end."""
         last = dict.fromkeys(self._rest.histories, 0)
         late = {key: self._gaps(key, is_late=True) | self.unnoticed for key in last}
-        after = 0
-        while chunks := await log.read(after):
-            after = chunks[-1].last_seq
-            for chunk in chunks:
-                for seq, message in zip(chunk.seqs, map(decoded, chunk.messages), strict=True):
-                    self.appended(log.incarnation, seq, message)
+        await self.read(log)
         for key, places in self._stored.items():
             found = sorted((place, number) for place, number in places.items() if place[0] == log.incarnation)
             seen = set[int]()

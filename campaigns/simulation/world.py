@@ -39,6 +39,7 @@ import structlog
 
 from campaigns.simulation.apps import (
     SUBSCRIBE,
+    Flood,
     Foreign,
     Hearer,
     HistoryReader,
@@ -49,6 +50,7 @@ from campaigns.simulation.apps import (
 )
 from campaigns.simulation.checker import Checker, FollowedLog, Hop, Key
 from campaigns.simulation.disk import SimulatedDisk
+from campaigns.simulation.emptied import empty_one
 from campaigns.simulation.epochs import LAPS, SIGNALS, EpochReader, EpochsChecker, Laps, sections
 from campaigns.simulation.loop import EPOCH_S, PROCESS, DeadlockError, Process, VirtualLoop
 from campaigns.simulation.machine import Keeper, Machine, MachineProcess, named, runtime_of
@@ -81,6 +83,10 @@ FOLLOW_KINDS: Final = ("follow", "keeper")
 FOLLOW_SHARE: Final = 0.4
 LATE_SHARE: Final = 0.5  # of worlds with a busy loop: one turn handles all timers that are due within ...
 LATE_S_MAX: Final = (0.001, 0.005, 0.02)  # ... one of these
+LOAD: Final = "load"  # the work of gateways takes time
+LOAD_SHARE: Final = 0.25  # of worlds; for each message ...
+MESSAGE_S: Final = (0.0002, 0.001, 0.003)  # ... one of these, once for the log and once for each network
+FLOOD_SHARE: Final = 0.2  # of other worlds, in which the flood finds a gateway that has time; with LOAD: all
 EPOCHS: Final = "epochs"  # may be in a world of any kind
 EPOCHS_SHARE: Final = 0.2
 RECOVERY: Final = "recovery"  # the same
@@ -93,7 +99,11 @@ WATCH_S: Final = 0.2
 PUSHED_S_MAX: Final = 2.0  # messages sent before a hand-over have arrived after it
 EPOCHS_S: Final = 45.0  # open epochs are over, and every reader runs again
 SEND_MS_MAX: Final = 2_000  # a transport that does not return for that long is opened again
+# where work takes time: a flood takes the processor for 2 s, and answers wait meanwhile (by default it is a minute)
+LOADED_SEND_MS_MAX: Final = 10_000
 RESEND_STEPS: Final = 45  # some more than sending a few dead letters again takes
+OVERLOAD_S: Final = 6.0  # overload counts for 5 s, and is measured each quarter of a second
+BUSY_S_MIN: Final = 0.15  # less is no overload in any of these quarters
 QUIET_S: Final = 3.0  # after all has arrived, to see whether more comes
 FORGET_AFTER_S: Final = 0.5  # a topic without records
 STEPS_MAX: Final = 3_000_000
@@ -107,10 +117,13 @@ STATIC: Final = {  # topic -> hearers by the static file
     "//mcu1/8002/1/8001": ("cloud", "vehicle"),
 }
 HEARERS: Final = {"vehicle": "A", "mcu": "M", "cloud": "L", "hub": "H"}
+FLEET, FLOODER, FLOOD_TOPIC = "*.fleet", "v9.fleet", "//v9.fleet/8008/1/8001"  # its quota is that of a vehicle
+QUOTA_PER_S: Final = 40
 WISHED_VIN: Final = ("//vin1/8001/1/8003", "//vin1/8001/1/8004")
 WISHED_HUB: Final = ("//hub/8003/1/8001", "//hub/8003/1/8002")
 LONE: Final = ("//mcu1/8002/1/8009", "//mcu1/8002/1/800A")  # topics without publishers: only subscriptions matter
 SINK: Final = "//hub/9001/1/0"
+UNSERVED_TOPIC, STRANGER = "//vin1/8001/1/800E", "stranger"  # no endpoint has the authority that subscribes to it
 KEPT_STATIC: Final = {"//vin1/8004/1/8001": ("hub", "mcu"), "//vin1/8004/1/8002": ("hub",)}
 KEPT_WISHED: Final = ("//vin1/8004/1/8003",)
 KEPT_YEARS_MS: Final = 10 * 365 * 86_400_000  # no retention by age: clocks jump, and that is no loss
@@ -171,7 +184,7 @@ class World:
         own = random.Random(seed ^ 0xF0110)  # a generator of its own, so that worlds of other kinds do not change
         kind, follow_kind = self.dice.choice(KINDS), own.choice(FOLLOW_KINDS)
         self.kind = follow_kind if own.random() < FOLLOW_SHARE else kind
-        bases = [one for one in kinds if one not in (EPOCHS, RECOVERY)]
+        bases = [one for one in kinds if one not in (EPOCHS, RECOVERY, LOAD)]
         if bases and self.kind not in bases:
             self.kind = next((one for one in (kind, follow_kind) if one in bases), None) or own.choice(sorted(bases))
         self.epoch_dice = random.Random(seed ^ 0xE90C5)  # a generator of its own, so that other draws do not change
@@ -181,6 +194,7 @@ class World:
         recovers = self.recovery_dice.random() < RECOVERY_SHARE and RECOVERY not in without
         self.recovers = recovers or RECOVERY in kinds
         self.rest: RestPublisher | None = None
+        self.flood: Flood | None = None
         self.healed = False
         self.follows = self.kind in FOLLOW_KINDS
         self.has_hub = self.follows or self.kind == "chain"  # a gateway behind the cloud, and a network behind that
@@ -191,12 +205,21 @@ class World:
         own_pace = random.Random(seed ^ 0x10AD)  # a generator of its own
         if own_pace.random() < LATE_SHARE and "late" not in without:
             self.loop.late_s_max = own_pace.choice(LATE_S_MAX)
+        self._draw_load(random.Random(seed ^ 0xC0575), of_kind=LOAD in kinds)  # a generator of its own
         self._keeper_was_followed = False
         self.handed_over_since: float | None = None  # publishes to the cloud, by a process of V that lives
         if self.follows:
             self._draw_following()
         else:
-            self.static, self.wished_vin = STATIC, WISHED_VIN
+            self.static, self.wished_vin = STATIC | ({FLOOD_TOPIC: ("cloud",)} if self.has_flood else {}), WISHED_VIN
+
+    def _draw_load(self, dice: random.Random, *, of_kind: bool) -> None:
+        """Where names are changed on the way, or histories followed, no vehicle of a fleet is beside the others."""
+        is_loaded = (dice.random() < LOAD_SHARE or of_kind) and LOAD not in self.without
+        self.message_s = dice.choice(MESSAGE_S) if is_loaded else 0.0
+        self.send_ms_max = LOADED_SEND_MS_MAX if is_loaded else SEND_MS_MAX
+        may_flood = not self.follows and not self.suffix and LOAD not in self.without
+        self.has_flood = may_flood and (is_loaded or dice.random() < FLOOD_SHARE)
 
     def _draw_following(self) -> None:
         dice = self.dice
@@ -250,7 +273,8 @@ class World:
     def hops(self, hearer: str, topic: Key) -> tuple[Hop, ...]:
         if hearer == "S":
             return ()
-        origin = {"vin1": "vehicle", "mcu1": "mcu", "hub": "hub" if self.has_hub else "cloud"}[topic[0]]
+        hub = "hub" if self.has_hub else "cloud"
+        origin = {"vin1": "vehicle", "mcu1": "mcu", FLOODER: "mcu", "hub": hub}[topic[0]]
         target = next(network for network, name in HEARERS.items() if name == hearer)
         if target == "hub":
             return (("V", origin, "cloud"), ("C", "cloud", "hub"))
@@ -281,6 +305,23 @@ class World:
         """True if an event may give a hearer a message twice."""
         return not self.follows or hearer != "H" or why in EXCUSES
 
+    def over_quota(self) -> int:
+        """Messages that the processes of the vehicle's gateway have counted as dropped."""
+        count = 0
+        for process in self.machines["V"].processes:
+            if process.streamer is not None:
+                ledger = process.streamer.ledger
+                count += ledger.others.dropped + sum(account.own[2] for account in ledger)
+                refused = (endpoint.transport.refused or {} for endpoint in process.streamer.endpoints)
+                count += sum(sum(one.values()) for one in refused)
+        return count
+
+    def is_busy(self, name: str) -> bool:
+        """True if the thread of that gateway may have been overloaded in the last seconds."""
+        process = self.machines[name].process
+        processor = process.processor if process is not None else None
+        return processor is not None and processor.busy_s(OVERLOAD_S) >= BUSY_S_MIN
+
     def keeper_is_followed(self) -> bool:
         """From now on its kept messages cannot be lost."""
         if not self._keeper_was_followed:
@@ -304,6 +345,7 @@ class World:
         static: dict[str, list[str]] = {}
         for topic, places in self.static.items():
             static[topic] = [f"//{AUTHORITIES[place]}/9001/1/0" for place in places]
+        static[UNSERVED_TOPIC] = [f"//{STRANGER}/9001/1/0"]
         (self.folder / "static.json").write_text(json.dumps(static))
         if self.follows:
             there = {self._text(topic): [SINK] for topic, places in self.static.items() if "hub" in places}
@@ -324,10 +366,11 @@ class World:
     def vehicle_config(self) -> dict[str, Any]:
         def endpoint(network: str, mode: str, name: str = "") -> dict[str, Any]:
             settings = {"network": f"{self.seed}/{network}", "session": f"V-{network}"}
+            fleet = [FLEET] if self.has_flood and network == "mcu" else []
             return {
                 "name": name or network,
                 "transport": "local",
-                "authorities": [AUTHORITIES[network]],
+                "authorities": [AUTHORITIES[network], *fleet],
                 "usubscription": mode,
                 "settings": settings,
             }
@@ -349,8 +392,9 @@ class World:
                     endpoint("cloud", remote) | {"suffix": self.suffix} | followed_by,
                 ],
                 "history": {"reserve_mib": 1},
+                "limits": {"authority_messages_per_s": QUOTA_PER_S},
                 "usubscription": {"static_file": str(self.folder / "static.json")},
-                "egress": {"retry_min_ms": 5, "retry_max_ms": 400, "send_ms_max": SEND_MS_MAX},
+                "egress": {"retry_min_ms": 5, "retry_max_ms": 400, "send_ms_max": self.send_ms_max},
             }
         )
 
@@ -379,7 +423,7 @@ class World:
             "streamer": {"authority": "hub", "data_dir": str(self.folder / "C")},
             "endpoint": [endpoint("hub", ["hub"], "embedded"), cloud],
             "history": {"reserve_mib": 1},
-            "egress": {"retry_min_ms": 5, "retry_max_ms": 400, "send_ms_max": SEND_MS_MAX},
+            "egress": {"retry_min_ms": 5, "retry_max_ms": 400, "send_ms_max": self.send_ms_max},
         }
 
     async def _populate(self) -> None:
@@ -392,6 +436,9 @@ class World:
         )
         mcu = await node(self, "mcu", "mcu1", 0x8002)
         self.publishers.append(Publisher(self, mcu, "mcu", [uris.parse("//mcu1/8002/1/8001")], sinks, ttl_share))
+        if self.has_flood:
+            flooder = await node(self, "mcu", FLOODER, 0x8008)
+            self.flood = Flood(self, flooder, uris.parse(FLOOD_TOPIC))
         if self.kind != "static":
             hub = await node(self, "hub" if self.has_hub else "cloud", "hub", 0x8003)
             self.publishers.append(Publisher(self, hub, "hub", [uris.parse(one) for one in WISHED_HUB], [], ttl_share))
@@ -511,6 +558,23 @@ class World:
                 return
             await asyncio.sleep(0.2)
 
+    def forget(self, machine: Machine, endpoint: str, transport: LocalTransport) -> None:
+        """The network of that endpoint forgets what it has answered and not delivered yet. It says so, and so must the
+        gateway: in its log, and as a reason why it is not ready."""
+        transport.disconnect()
+        network = self.networks[transport.network.name.split("/")[1]]
+        forgotten = network.forget(transport, is_application)
+        if not forgotten or not transport.is_open:
+            return  # nothing is lost, or the process has ended
+        reported = self.checker.reported_lost[machine.name]
+        transport.report_loss("it was opened again, and has forgotten what was on its way", len(forgotten))
+        self.note("forgotten", machine.name, endpoint, len(forgotten))
+        is_problem = any(f"endpoint {endpoint}" in problem for problem in machine.streamer.problems())  # type: ignore[union-attr]
+        if self.checker.reported_lost[machine.name] - reported < len(forgotten) or not is_problem:
+            return  # they are still owed
+        for message in forgotten:
+            self.checker.lost(uuids.to_bytes(message.attributes.id), is_for_good=True)
+
     def _on_the_way(self, what: str, message: UMessage, member: LocalTransport) -> None:
         self.note("on the way", what, message.payload[:20] if message.attributes.source.ue_id >= 0x8000 else "")
         if what == "lost":  # without a follower it is lost for good
@@ -598,6 +662,7 @@ class World:
             left = [named(task) for task in plan.tasks if not task.done()]
             checker.fail("a task that never ends", f"somebody outside waits for ever: {left[:3]}")
         await self._check_subscriptions()
+        self._check_unserved()
         if self.follows:
             await self._check_following()
         self._look_at_unclaimed(plan)
@@ -631,6 +696,8 @@ class World:
         await asyncio.sleep(2.0)
         checker.forgive(self._dead_letters())
         checker.finish()
+        if not checker.violations:
+            await empty_one(self)
 
     async def _mark_epochs(self, epochs: EpochsChecker) -> None:
         """All readers run and all old epochs are over: new epochs are owed to all of them."""
@@ -776,6 +843,25 @@ class World:
         for kind, text in wrong:
             self.checker.fail(kind, text)
 
+    def _check_unserved(self) -> None:
+        """What the static file subscribes to, and no rule lets through, is in the notes of the vehicle's gateway."""
+        machine = self.machines["V"]
+        if machine.streamer is None or self.checker.violations:
+            return
+        passing = self.passes(machine)
+        name_of = {one["settings"]["network"].split("/")[1]: one["name"] for one in machine.config["endpoint"]}
+        origins = {"vin1": "vehicle", "mcu1": "mcu", FLOODER: "mcu"}
+        expected = {f"{UNSERVED_TOPIC}, and no endpoint has the authority {STRANGER}"}
+        for topic, places in self.static.items():
+            origin = origins[uris.parse(topic).authority_name]
+            for place in ("cloud" if one == "hub" else one for one in places):
+                if place != origin and (origin, place) not in passing:
+                    expected.add(f"there is no rule from {name_of[origin]} to {name_of[place]}")
+        notes = machine.streamer.notes()
+        for text in sorted(expected):
+            if not any(text in note for note in notes):
+                self.checker.fail("wanted, not served and not noted", f"{text}: not in {notes}")
+
     async def _wrong_subscriptions(self) -> list[tuple[str, str]]:
         wrong = []
         for hearer, (subscriber, topics, name) in self.subscribers.items():
@@ -846,7 +932,8 @@ def problems_of(machine: Machine) -> list[str]:
 
 
 class Spy(UListener):
-    """Between two gateways, one of which follows: no publish may be pushed there."""
+    """Between two gateways, one of which follows: no publish may be pushed there, except dead letters that are sent
+    again."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -856,7 +943,9 @@ class Spy(UListener):
         streamer = world.machines["V"].streamer
         if streamer is None or not all(pump.plans.is_followed for pump in streamer.pumps if pump.peer.name == "cloud"):
             return  # following is ending: one log after the other is pushed again
-        if is_application(message) and since is not None and world.loop.now - since > PUSHED_S_MAX:
+        if since is None or world.loop.now - since <= PUSHED_S_MAX:
+            return
+        if is_application(message) and not world.checker.may_be_dead_letter(message):
             world.checker.fail("pushed, though it is followed", f"{message.payload!r}, handed over at {since:.3f} s")
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
-from typing import Any
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from campaigns.operate import soak
-from campaigns.operate.book import Book
-from campaigns.operate.fleet import VINS, access_file, flow_is_of, flow_name, flows_of
+from campaigns.operate.book import Book, Request
+from campaigns.operate.fleet import CLOUD, VINS, Fleet, access_file, flow_is_of, flow_name, flows_of
 from campaigns.operate.sites import toml
-from campaigns.operate.stage import Row
+from campaigns.operate.stage import Row, Stage, Step
 from tests.tiers import full
 
 
@@ -88,6 +90,61 @@ def test_what_is_excused_is_not_owed(talk: Talk) -> None:
     talk.book.excuse(0.0)
     turn = talk.book.turn(talk.book.now())
     assert (turn.lost, turn.excluded) == (0, 2)
+
+
+def test_a_request_counts_in_the_turn_in_which_it_was_asked(talk: Talk) -> None:
+    book = talk.book
+    for code in (0, 4, None):
+        book.asked("caller > method").over(code)
+    book.asked("caller > method")  # under way
+    until = book.now()
+    later = book.asked("caller > method")
+    assert book.asking(until) == 1
+    turn = book.turn(until)
+    assert (turn.answered, turn.failed, turn.unanswered) == (1, 1, 2)
+    later.over(0)
+    turn = book.turn(book.now())
+    assert (turn.answered, turn.failed, turn.unanswered) == (1, 0, 0)
+
+
+class Still:
+    """A fleet to which nothing happens but requests."""
+
+    def __init__(self, book: Book) -> None:
+        self.book, self.pollers = book, dict[str, Any]()
+        self.sites = {name: SimpleNamespace(ready=lambda: {"problems": []}) for name in (*VINS, CLOUD)}
+
+    def run(self, work: Callable[[Stage], None], *, is_calm: bool, patience: float = 0.0) -> Row:
+        """One step. Without patience it waits for nothing."""
+        step = Step("step", work, lambda _: "", may_double=False, is_calm=is_calm)
+        return step.run(cast(Fleet, self), patience)
+
+
+def test_a_request_that_a_kill_has_lost_is_no_problem_of_the_step_after_it(talk: Talk) -> None:
+    asked: list[Request] = []
+    fleet = Still(talk.book)
+    kill = fleet.run(lambda _: asked.append(talk.book.asked("caller > method")), is_calm=False)
+    reload = fleet.run(lambda _: asked[0].over(None), is_calm=True)  # its caller gives up only now
+    assert (kill.good, kill.turn.unanswered) == (True, 1)
+    assert (reload.problems, reload.turn.unanswered) == ([], 0)
+
+
+def test_a_step_waits_for_the_answers_to_its_requests() -> None:
+    """Else a request that was lost in the last step, or just before its end, would be a problem of none."""
+
+    class Slow(Book):
+        code: int | None = None
+
+        def asking(self, until: float) -> int:
+            count = super().asking(until)
+            request.over(self.code)  # after the first look
+            return count
+
+    for code, problems in ((0, 0), (None, 1)):
+        book = Slow()
+        book.code, request = code, book.asked("caller > method")
+        row = Still(book).run(lambda _: None, is_calm=True, patience=1.0)
+        assert (row.turn.answered, len(row.problems)) == (1 - problems, problems)
 
 
 def test_copies_are_allowed_only_where_a_process_is_killed() -> None:
