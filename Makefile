@@ -1,5 +1,5 @@
 # Everything builds its own .venv and installs what is missing; needs Python 3.11 or later and make.
-#   make demo [DATA=drives]   make test   make test-all   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
+#   make demo [DATA=drives]   make test   make test-rest   make test-all   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
 #   make bench [ARGS="--legs disk --seconds 60" | ARGS=--curves | ARGS="--peer-rust BINARY"]
 #   make fuzz [MINUTES=10]   make simulate [SEEDS=10000 START=SEED]   make chaos   make operate   make spark-cluster   make interop   make brokers   make attack [ATTACK=polls SECONDS=20]
 #   make house [ARGS=--walks]   make docs   make lock   make lowest [ARGS=tests/...]   make audit       LOCK= installs the newest versions that pyproject.toml allows
@@ -24,14 +24,14 @@ ATTACK ?=
 SECONDS ?=
 COMPILED ?=
 WORKERS ?= 4  # of pytest-xdist: half of the time of a test is waiting, so more than there are processors
-PYTEST  := -m pytest -n $(WORKERS) --dist worksteal --durations 10 --durations-min 1
+PYTEST  := -m pytest -n $(WORKERS) --dist worksteal --durations 30 --durations-min 5
 FAST    := -m "not full" --hypothesis-profile fast
 unexport PYTHONDONTWRITEBYTECODE  # without bytecode each process of a test compiles all modules again: a fifth of all that is computed
 ifneq ($(COMPILED),)
 export UP_STREAMER_COMPILED := $(COMPILED)
 endif
 
-.PHONY: core demo test test-interpreted test-all check format house fuzz simulate chaos operate attack interop brokers spark-cluster bench proto spec-coverage config-reference wheel docs lock lowest audit clean
+.PHONY: core demo test test-rest test-interpreted test-all check format house fuzz simulate chaos operate attack interop brokers spark-cluster bench proto spec-coverage config-reference wheel docs lock lowest audit clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml $(LOCK)
@@ -56,6 +56,10 @@ demo: core  # with the recorded drives of ../shared, if they are there
 test: core  # docs/developing.md: what it leaves out, and how to run one test
 	@$(BIN)/python -m tools.mosquitto || test "$$CI" != true
 	@$(BIN)/python $(PYTEST) $(FAST) $(ARGS)
+
+test-rest: core  # what `make test` leaves out
+	@$(BIN)/python -m tools.mosquitto || test "$$CI" != true
+	@$(BIN)/python $(PYTEST) -m full $(ARGS)
 
 test-interpreted: $(STAMP)  # where compiled code could differ: the fast tests of the packages that hold compiled modules
 	@$(BIN)/python -m tools.mosquitto || test "$$CI" != true

@@ -117,13 +117,14 @@ class HistorySession:
 
     async def call(self, authority: str, ask: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> T:
         """Ask the history of `authority`. Raises UStatusError, which names the authority."""
-        client = self._clients.get(authority) or await self._client(authority)
+        client: HistoryClient | None = None
         try:
+            client = self._clients.get(authority) or await self._client(authority)
             answer = await ask(client)
         except UStatusError as error:
             code = UCode.UNAVAILABLE if error.code == UCode.CANCELLED else error.code  # the session was opened anew
             failed = UStatusError(code, f"{authority}: {error.message}")
-            if failed.retryable and self._clients.get(authority) is client:
+            if failed.retryable and client is not None and self._clients.get(authority) is client:
                 self._failed.add(authority)
                 if 2 * len(self._failed) > len(self._clients):
                     await self.shut()

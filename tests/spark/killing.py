@@ -38,6 +38,10 @@ class Moment(Enum):
     LISTED = "the sink has listed the files, Spark has not committed the batch"
 
 
+class TooLateError(AssertionError):
+    """The batch was committed before the caller could kill anything: on a busy machine the last moments are short."""
+
+
 class Batches:
     """The batches of the query that writes to `directory`/rows, by its files."""
 
@@ -68,8 +72,8 @@ def until(holds: Callable[[], bool], what: str) -> None:
 
 @contextlib.contextmanager
 def caught(batches: Batches, batch: int, moment: Moment, history: History, *parents: int) -> Iterator[list[int]]:
-    """Waits until `batch` is at `moment`, and gives the workers below `parents` that read then. Fails if the moment has
-    been missed, or if the batch is committed in spite of what the caller does.
+    """Waits until `batch` is at `moment`, and gives the workers below `parents` that read then. Raises
+    TooLateError if the moment has been missed, or if the batch is committed in spite of what the caller does.
 
     While workers read, the history stands still until the caller is done, so that none of them can end too soon. In odd
     batches it has answered for a while before.
@@ -88,9 +92,11 @@ def caught(batches: Batches, batch: int, moment: Moment, history: History, *pare
             until(lambda: batches.files() > before or batches.is_committed(batch), f"batch {batch}: {moment.value}")
         else:
             until(lambda: batches.is_listed(batch), f"batch {batch}: {moment.value}")
-        assert not batches.is_committed(batch), f"batch {batch} was too short for a look at it: {moment.value}"
+        if batches.is_committed(batch):
+            raise TooLateError(f"batch {batch} was too short for a look at it: {moment.value}")
         yield found
-        assert not batches.is_committed(batch), f"batch {batch} was committed, so this was no cut in it"
+        if batches.is_committed(batch):
+            raise TooLateError(f"batch {batch} was committed, so this was no cut in it")
 
 
 class History(NamedTuple):

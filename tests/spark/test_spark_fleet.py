@@ -26,7 +26,7 @@ from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 
-ROUND_S_MAX = 1.0
+ROUND_S_MAX = 5.0  # a round that waits for a history that is away lasts 10 s
 KIB_MAX = 100
 
 

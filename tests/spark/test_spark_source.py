@@ -293,6 +293,17 @@ def test_thirty_rows_of_a_rare_topic_are_one_batch_and_one_partition(host: Host)
         reader.stop()
 
 
+def test_an_error_names_the_streamer_also_where_no_connection_can_be_opened() -> None:
+    where = {"mode": "client", "connect": [f"tcp/127.0.0.1:{free_port()}"], "connect_timeout_ms": 100}
+    options = Options.model_validate(
+        {"transport": "zenoh", "transport_config": json.dumps(where), "authority": "gateway", "local_authority": "s"}
+    )
+    with contextlib.closing(HistorySession(options)) as session:
+        for _ in range(2):  # the second call fails by the first attempt
+            with pytest.raises(UStatusError, match=r"^UNAVAILABLE: gateway: opening the Zenoh session: "):
+                session.run(session.call("gateway", lambda client: client.logs([])))
+
+
 @full
 def test_reading_waits_for_a_streamer_that_restarts(host: Host) -> None:
     host.ask(samples(30_000))
