@@ -295,6 +295,8 @@ class Auditor:
 
     async def _audit(self, authority: str, major: int, timeout_ms: int | None = None) -> bool:
         """`timeout_ms`: as in FetchTheirs. Returns False if the service has not answered."""
+        # a partner that is remembered from now on has a command that the answer may not know
+        remembered = self._partners.remembered
         before, suspects = await self._links(authority), dict(self._suspects)
         moving = {topic for topic in before if self._is_busy(topic)}
         listing: AuditAnswer | None = None
@@ -305,7 +307,7 @@ class Auditor:
             if error.code not in FINAL:
                 return False  # to be repeated
             if error.code == UCode.UNIMPLEMENTED and not before:
-                self._partners.forget((authority, major))
+                self._partners.forget((authority, major), remembered)
         after = await self._links(authority)
         stable = {
             topic: link
@@ -330,7 +332,7 @@ class Auditor:
         if not theirs and not any(link.major == major for link in (*before.values(), *after.values())):
             subscribing = await self._store.read(lambda reader: reader.subscribing(authority))
             if (authority, major) not in subscribing:
-                self._partners.forget((authority, major))
+                self._partners.forget((authority, major), remembered)
         return True
 
     def _renew(self, authority: str, subscriptions: int) -> None:
@@ -392,6 +394,11 @@ class Auditor:
         return lost
 
 
+class KnownPartner(NamedTuple):
+    added: int  # the change that added it
+    remembered: int  # number of the last call that remembered it
+
+
 class StoreIds(NamedTuple):
     current: bytes
     former: bytes = b""  # empty: no other one was known
@@ -405,7 +412,8 @@ class Partners:
 
     def __init__(self, path: Path, disk: Disk = REAL_DISK) -> None:
         self._file = SavedFile(path, _PARTNERS, PARTNERS_BYTES_MAX, disk)
-        self.known: dict[Partner, int] = {}  # with the number of the change that added it; read only
+        self.known: dict[Partner, KnownPartner] = {}  # read only
+        self.remembered = 0  # calls of `remember` and `note`; read only
         self.stores: dict[str, StoreIds] = {}  # by authority; those of partners are saved
         self._changes = self._saved = self._wanted = 0
         self._saving: asyncio.Future[None] | None = None
@@ -417,7 +425,7 @@ class Partners:
         """Read the file. If it can't be read, that is logged: the links in the store have the current partners."""
         try:
             entries = await asyncio.to_thread(self._file.load) or ()
-            self.known = dict.fromkeys((entry[:2] for entry in entries), 0)
+            self.known = dict.fromkeys((entry[:2] for entry in entries), KnownPartner(0, 0))
             self.stores = {entry[0]: StoreIds(bytes.fromhex(entry[2])) for entry in entries if len(entry) == 3}
         except ValueError:
             log.warning("the saved partners can't be used", why="the id of a store in them is not hexadecimal")
@@ -434,19 +442,22 @@ class Partners:
 
     def note(self, partner: Partner) -> None:
         """As `remember`, without waiting."""
-        if partner not in self.known:
-            self._add(partner)
+        is_new = partner not in self.known
+        self._add(partner)
+        if is_new:
             self._save_soon()
 
     def _add(self, partner: Partner) -> int:
         """Returns the number of the change that added it."""
-        change = self.known.get(partner)
-        if change is None:
+        self.remembered += 1
+        known = self.known.get(partner)
+        if known is None:
             self._changes += 1
-            change = self.known[partner] = self._changes
-            if len(self.known) > PARTNERS_MAX:
-                del self.known[next(iter(self.known))]
-        return change
+        added = self._changes if known is None else known.added
+        self.known[partner] = KnownPartner(added, self.remembered)
+        if len(self.known) > PARTNERS_MAX:
+            del self.known[next(iter(self.known))]
+        return added
 
     def learn(self, authority: str, store: bytes) -> bool:
         """A service has named its store. Returns False if that was known."""
@@ -471,9 +482,12 @@ class Partners:
         while self._saved < self._wanted:
             await self._wait_saved(self._wanted)
 
-    def forget(self, partner: Partner) -> None:
-        """Written with the next save; after a restart before that it is audited once more."""
-        if self.known.pop(partner, None) is not None:
+    def forget(self, partner: Partner, remembered: int) -> None:
+        """Forget it, unless it was remembered after `remembered` calls had been made. Written with the next save; after
+        a restart before that it is audited once more."""
+        known = self.known.get(partner)
+        if known is not None and known.remembered <= remembered:
+            del self.known[partner]
             self._changes += 1
 
     async def close(self) -> None:

@@ -210,10 +210,11 @@ async def test_what_a_quota_drops_is_shown_until_it_is_acknowledged(
         # more than the durable log takes of one authority at once
         await node.send_batch([publish("//vin1/8001/1/8001", f"{n}") for n in range(1_500)])
         await world.taken("fleet")
-        await world.until(lambda: world.streamer.drops.lost("fleet"))
-    dropped = world.streamer.endpoints["fleet"].dropped["over_quota"]
-    assert dropped
-    assert list(reported(lines)) == [("fleet", dropped, 1)]
+        dropped = world.streamer.endpoints["fleet"].dropped["over_quota"]
+        assert dropped
+        await world.until(lambda: sum(messages for _, messages, _ in reported(lines)) == dropped)
+    assert {(endpoint, authorities) for endpoint, _, authorities in reported(lines)} == {("fleet", 1)}
+    assert world.streamer.drops.lost("fleet") == dropped
     answer = await readyz(world)
     assert (answer["status"], answer["endpoints"]["fleet"]["state"]) == (DEGRADED, DEGRADED)
     assert f"{dropped} messages that were taken have been dropped" in answer["endpoints"]["fleet"]["reason"]

@@ -26,6 +26,7 @@ from cyclonedds.pub import DataWriter, Publisher
 from cyclonedds.sub import DataReader, Subscriber
 from cyclonedds.topic import Topic
 
+from tests.stopping import stop_child
 from tests.tiers import dds_domain
 from transports.conformance import Sink
 from transports.dds import DdsTransport, link, mapping
@@ -104,7 +105,7 @@ class Listening:
         return self._process.pid
 
     def stop(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
+        stop_child(self.pid)
 
     def go_on(self) -> None:
         self._process.send_signal(signal.SIGCONT)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from tests.stopping import stop_child
 from tests.transports.mqtt5_answering import serving
 from tools.broker import Broker
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, connection, link
@@ -81,7 +82,7 @@ def nothing_left() -> Any:
 async def stopped(broker: Broker) -> AsyncIterator[None]:
     """Within the block the broker process is stopped (SIGSTOP): it exists, and answers nothing."""
     pid = broker.pid
-    os.kill(pid, signal.SIGSTOP)
+    stop_child(pid)
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ from paho.mqtt.enums import MQTTProtocolVersion
 from paho.mqtt.publish import multiple
 from pydantic import ValidationError
 
+from tests.stopping import stop_child
 from tools.broker import Broker
 from transports.conformance import TcpProxy
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
@@ -159,7 +160,7 @@ async def test_what_is_in_flight_when_the_connection_is_lost_is_unavailable(own_
     async with end(own_broker, "sender", in_flight_max=10) as sender:
         for number in range(3):  # the window opens: 1, 2, 4, 8, 10
             await sender.send(publish(number))
-        os.kill(own_broker.pid, signal.SIGSTOP)
+        stop_child(own_broker.pid)
         sending = [asyncio.create_task(sender.send_batch([publish(n) for n in range(30)])) for _ in range(3)]
         await asyncio.sleep(0.05)
         assert "in_flight=8 of 8, at most 10" in repr(sender)

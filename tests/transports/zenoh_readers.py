@@ -10,6 +10,7 @@ import sys
 from contextlib import AsyncExitStack
 from typing import Any, Final, Self
 
+from tests.stopping import stop_child
 from uprotocol import uri as uris
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -66,7 +67,7 @@ class Reader:
         assert json.loads(line) == {"event": event}
 
     def stop(self) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)
+        stop_child(self.process.pid)
 
     def go_on(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)

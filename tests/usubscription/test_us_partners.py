@@ -129,6 +129,29 @@ async def test_a_subscription_that_stands_is_not_touched_by_any_of_it(world: Any
     assert sorted(service.remote.partners.known) == [("b", 3), ("b", 4), ("c", 4)]
 
 
+@pytest.mark.parametrize("known_before", [False, True])
+async def test_a_partner_that_gets_a_command_during_an_audit_is_not_forgotten(world: Any, known_before: bool) -> None:
+    """The link of the command may be stored after the audit has read the links."""
+    for name in "ab":
+        await world.service(name)
+    remote = world.services["a"].remote
+    if known_before:
+        await remote.partners.remember(("b", 4))
+    fetch = remote.auditor._fetch
+
+    async def interrupted(*arguments: Any) -> Any:
+        answer = await fetch(*arguments)
+        await remote.partners.remember(("b", 4))
+        return answer
+
+    remote.auditor._fetch = interrupted
+    assert await remote.auditor._audit("b", 4)
+    assert ("b", 4) in remote.partners.known
+    remote.auditor._fetch = fetch
+    remote.auditor.now()
+    await until(lambda: no_partners(world))
+
+
 async def test_many_partners_are_asked_in_rounds_and_all_of_them_in_the_end(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +181,7 @@ async def test_what_is_remembered_is_on_disk_when_remember_returns(tmp_path: Pat
     again = Partners(tmp_path / "p")
     await again.load()
     assert again.known.keys() == known.known.keys()
-    known.forget(("v7", 4))
+    known.forget(("v7", 4), known.remembered)
     await known.close()
     await again.load()
     assert ("v7", 4) not in again.known
