@@ -38,7 +38,7 @@ from uprotocol.pacing import Backoff
 from uprotocol.status import FINAL, UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.state import Key, Lost, Notified, Orphaned, RemoteLink, Status
-from usubscription.store.database import StoreEvent, StoreKnown
+from usubscription.store.database import Outcome, StoreEvent, StoreKnown
 from usubscription.store.store import SubscriptionStore
 
 AUDITS_AT_ONCE: Final = 16
@@ -318,7 +318,7 @@ class Auditor:
             and topic not in moving
             and not self._is_busy(topic)
         }
-        lost = self._compare(stable, listing and listing.subscriptions, suspects)
+        lost = await _changed(self._compare(stable, listing and listing.subscriptions, suspects))
         if lost:
             self._renew(authority, lost)
         if listing is None:
@@ -352,8 +352,9 @@ class Auditor:
         if said.store and self._partners.learn(authority, said.store):
             for other in self._known(authority) - {partner}:
                 self.at_once(other)
-        is_known = bool(said.former) and not (self._store.database.is_copy and not said.links)
-        if not self.is_new or not (orphans or is_known):
+        # what others lost with a store that is an older copy they renew, and a restoration is reported as such
+        has_lost = bool(orphans) or (bool(said.former) and not self._store.database.is_copy)
+        if not self.is_new or not has_lost:
             return
         known = self.missed.get(partner, Missed())
         missed = Missed(max(orphans, known.ours), max(said.links, known.theirs))
@@ -376,9 +377,11 @@ class Auditor:
     async def _links(self, authority: str) -> dict[Key, RemoteLink]:
         return dict(await self._store.read(lambda reader: reader.links(authority)))
 
-    def _compare(self, ours: dict[Key, RemoteLink], theirs: dict[Key, Status] | None, suspects: dict[Key, int]) -> int:
-        """`theirs` None: the service can't list them. Returns how many it has lost."""
-        lost = 0
+    def _compare(
+        self, ours: dict[Key, RemoteLink], theirs: dict[Key, Status] | None, suspects: dict[Key, int]
+    ) -> list[asyncio.Future[Outcome]]:
+        """`theirs` None: the service can't list them. Returns the outcomes for those that it has lost."""
+        lost: list[asyncio.Future[Outcome]] = []
         for topic, link in ours.items():
             suspect = topic in suspects
             if suspect:
@@ -386,12 +389,20 @@ class Auditor:
             if theirs is None:
                 if suspect:
                     self.submit(Notified(topic, Status.UNSUBSCRIBED))  # nothing contradicts the notification
+            elif topic not in theirs and suspect:
+                self.submit(Notified(topic, Status.UNSUBSCRIBED))
             elif topic not in theirs:
-                self.submit(Notified(topic, Status.UNSUBSCRIBED) if suspect else Lost(topic))
-                lost += not suspect
+                with contextlib.suppress(UStatusError):  # as in `submit`
+                    lost.append(self._store.submit(Lost(topic)))
             elif theirs[topic] is not link.state:
                 self.submit(Notified(topic, theirs[topic]))
         return lost
+
+
+async def _changed(outcomes: list[asyncio.Future[Outcome]]) -> int:
+    """Returns how many links have changed: another audit of the same service may have found the same."""
+    done = await asyncio.gather(*outcomes, return_exceptions=True)
+    return sum(isinstance(outcome, Outcome) and bool(outcome.links) for outcome in done)
 
 
 class KnownPartner(NamedTuple):

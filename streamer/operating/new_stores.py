@@ -52,8 +52,6 @@ class NewStores:
         self._has_news = False  # about missed subscriptions, not reported yet
         self._report_at = -math.inf  # loop time; not earlier
         self._rows: dict[str, int] = {}  # numbers of the losses that this process has reported
-        # an earlier process has reported that subscriptions are lost, and nobody has acknowledged it
-        self._is_reported = any(one.detail.startswith(SUBSCRIPTIONS) for one in self._losses())
         if usubscription is not None:
             usubscription.remote.auditor.on_missed = self._missed
 
@@ -96,15 +94,13 @@ class NewStores:
     def _report_missed(self) -> None:
         """Another uSubscription knew another store than ours."""
         self._has_news = False
-        if self._usubscription is None or self._is_reported:
+        if self._usubscription is None or self._was_reported():
             return
         auditor, database = self._usubscription.remote.auditor, self._usubscription.store.database
         ours, theirs = 0, dict[str, int]()  # theirs: by authority; each version has the same number
         for (authority, _), missed in auditor.missed.items():
             ours += missed.ours
             theirs[authority] = max(missed.theirs, theirs.get(authority, 0))
-        if database.is_copy and not ours:
-            return  # all that others miss is theirs, and they renew it; the restoration is reported as such
         since = moment(database.new_since_ms or self._now_ms())
         what = f"are those of an older copy since {since}" if database.is_copy else f"are new since {since}"
         self._report(
@@ -113,6 +109,10 @@ class NewStores:
             f"here are lost, and they have to subscribe again (lost ones that are known there: {ours}); those of other "
             f"uSubscription services are renewed ({sum(theirs.values())})",
         )
+
+    def _was_reported(self) -> bool:
+        """An earlier process has reported that subscriptions are lost, and nobody has acknowledged it."""
+        return SUBSCRIPTIONS not in self._rows and any(one.detail.startswith(SUBSCRIPTIONS) for one in self._losses())
 
     def _report(self, key: str, text: str) -> None:
         if key not in self._rows:

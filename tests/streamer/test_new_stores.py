@@ -16,10 +16,10 @@ from tests.streamer.conftest import MakeWorld, World
 from tests.streamer.test_reloading import changed, reload, with_endpoint
 from transports.local import LocalTransport
 from uprotocol import uri as uris
+from uprotocol.core.usubscription.wire import StoreSaid
 from uprotocol.message import UMessageBuilder
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription.audit import Missed
 from usubscription.service import USubscriptionService
 from usubscription_client import Status, USubscriptionClient
 
@@ -124,12 +124,11 @@ async def test_of_an_older_copy_only_subscriptions_of_ours_are_reported(
     assert usubscription is not None
     monkeypatch.setattr(usubscription.store.database, "is_copy", True)
     auditor = usubscription.remote.auditor
-    auditor.missed["cloud", 4] = Missed(ours=0, theirs=2)
-    auditor.on_missed()
+    said = StoreSaid(b"1" * 16, former=b"2" * 16, links=2)
+    auditor._compare_stores(("cloud", 4), said, 0)
     await world.streamer.new_stores.close()
     assert texts(world) == []
-    auditor.missed["cloud", 4] = Missed(ours=1, theirs=2)
-    auditor.on_missed()
+    auditor._compare_stores(("cloud", 4), said, 1)
     await world.streamer.new_stores.close()
     (text,) = texts(world)
     assert "are those of an older copy" in text

@@ -79,6 +79,22 @@ async def test_the_halves_of_others_come_back_at_once(world: Any, major: int) ->
     assert a.remote.auditor.missed["b", major] == Missed(ours=1, theirs=1)
 
 
+async def test_what_two_audits_find_at_once_counts_once(world: Any) -> None:
+    """A round and an audit at once may run side by side."""
+    a, b = await start(world, "a"), await start(world, "b")
+    await subscribe(world, "b", 4, A_TOPIC)
+    await world.stop("a")
+    forget(world.path)
+    a = await start(world, "a")
+    assert await asyncio.gather(*(b.remote.auditor._audit("a", 4) for _ in range(3))) == [True] * 3
+    assert b.remote.auditor.renewals == 1
+
+    async def renewed() -> bool:
+        return await names(a) == {("a", "b")}
+
+    await until(renewed)
+
+
 @both
 async def test_a_message_from_a_partner_is_enough(world: Any, major: int) -> None:
     """a names no neighbour, as a gateway to a fleet does."""

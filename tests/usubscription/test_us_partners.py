@@ -148,8 +148,12 @@ async def test_a_partner_that_gets_a_command_during_an_audit_is_not_forgotten(wo
     assert await remote.auditor._audit("b", 4)
     assert ("b", 4) in remote.partners.known
     remote.auditor._fetch = fetch
-    remote.auditor.now()
-    await until(lambda: no_partners(world))
+
+    async def forgotten() -> bool:
+        remote.auditor.now()
+        return await no_partners(world)
+
+    await until(forgotten)
 
 
 async def test_many_partners_are_asked_in_rounds_and_all_of_them_in_the_end(
