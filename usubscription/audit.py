@@ -243,6 +243,7 @@ class Auditor:
                 self._notified.clear()
                 self._strangers.clear()
                 self.submit(StoreKnown())
+                notify_until = loop.time() + AT_ONCE_MAX_MS / 1000  # the store may be unable to write now
             wait_s = max(min(next_all, notify_until if self.is_new else next_all) - loop.time(), 0)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(wait_s, SUSPECTS_MS / 1000) if self._suspects else wait_s):

@@ -228,8 +228,11 @@ class FaultyNetwork(LocalNetwork):
         """Deliver `message` to every other member, unless a fault strikes."""
         if self.faults is None and not self._delayed:
             return super().carry(sender, message)
-        for session in self.sessions.values():
-            session.keep(message)
+        for name, session in self.sessions.items():
+            if (last := self._last_delayed(name, message)) is not None:
+                self._late(NO_FAULTS, sender, last, message)
+            else:
+                session.keep(message)
         faults = self.faults or NO_FAULTS
         if self._strikes(faults.refuse):
             return REFUSED
@@ -249,15 +252,20 @@ class FaultyNetwork(LocalNetwork):
     def _late(self, faults: Faults, sender: LocalTransport, member: LocalTransport, message: UMessage) -> None:
         """Deliver later, but not before an earlier message of the same stream."""
         loop = asyncio.get_running_loop()
-        attributes = message.attributes
-        sink = uris.key(attributes.sink) if attributes.HasField("sink") else None
-        stream = (id(member), uris.key(attributes.source), sink)
+        stream = (member.session or id(member), *_stream(message))
         due = loop.time() + self._random.random() * faults.delay_ms_max / 1000
         self._release_at[stream] = due = max(due, self._release_at.get(stream, 0.0))
         self._count += 1
         member.arrivals.count(size(message), 1)
         heapq.heappush(self._delayed, (due, self._count, member, message, sender))
         loop.call_at(due, self._release, due, context=self._context)
+
+    def _last_delayed(self, session: str, message: UMessage) -> LocalTransport | None:
+        """Returns the receiver of the last delayed message of the same stream for a session whose member has left; None
+        if there is none."""
+        stream = _stream(message)
+        delayed = [one for one in self._delayed if one[2].session == session and _stream(one[3]) == stream]
+        return max(delayed)[2] if delayed else None
 
     def _release(self, due: float) -> None:
         """Deliver one message that was due at `due` or before; the loop may call a little earlier. There is one call
@@ -290,6 +298,11 @@ class FaultyNetwork(LocalNetwork):
             for successor in self.members:
                 if successor.session == member.session:
                     successor.arrive(message)
+
+
+def _stream(message: UMessage) -> tuple[uris.Key, uris.Key | None]:
+    attributes = message.attributes
+    return uris.key(attributes.source), uris.key(attributes.sink) if attributes.HasField("sink") else None
 
 
 @dataclass(frozen=True)

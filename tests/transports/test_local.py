@@ -282,6 +282,30 @@ async def test_a_member_that_is_abandoned_gets_again_what_it_had_not_taken() -> 
         await again.close()
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("leave", ["close", "abandon"])
+async def test_a_session_gets_delayed_messages_in_order(leave: str, seed: int) -> None:
+    network = FaultyNetwork(faults=Faults(seed, delay_ms_max=50))
+    alpha, beta = LocalTransport.on(network, LocalUriProvider(ALPHA, 0x10AB, 3)), named(network, BETA)
+    heard, messages = Sink(10), numbered(30)
+    async with alpha:
+        await beta.open()
+        await beta.register_listener(uris.ANY, heard, reply())
+        await alpha.send_batch(messages[:10])
+        if leave == "close":
+            await beta.close()
+        else:
+            beta.abandon()
+        await alpha.send_batch(messages[10:20])
+        again = named(network, BETA)
+        await again.open()
+        await again.register_listener(uris.ANY, heard, reply())
+        await alpha.send_batch(messages[20:])
+        await heard.expect(30)
+        assert [int(message.payload) for message in heard.messages] == list(range(30))
+        await again.close()
+
+
 async def test_what_comes_while_a_member_closes_is_kept_by_its_session() -> None:
     network = LocalNetwork()
     alpha, beta = LocalTransport.on(network, LocalUriProvider(ALPHA, 0x10AB, 3)), named(network, BETA)

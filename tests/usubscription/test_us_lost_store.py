@@ -19,6 +19,7 @@ from uprotocol.message import UPayload
 from usubscription import audit
 from usubscription.audit import Missed, Partners
 from usubscription.service import USubscriptionService
+from usubscription.store.database import StoreKnown
 
 WAIT_S = 20
 NEVER_MS = 3_600_000  # no round of audits falls within a test
@@ -277,6 +278,20 @@ async def test_after_a_while_the_store_is_no_longer_new(world: Any, monkeypatch:
     await world.stop("a")
     a = await start(world, "a")
     assert not a.remote.auditor.is_new
+
+
+async def test_a_store_that_cannot_be_written_is_tried_again_after_a_pause(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[object] = []
+    monkeypatch.setattr(audit, "NOTIFY_MS", 1)
+    monkeypatch.setattr(audit.Auditor, "submit", lambda _, event: submitted.append(event))
+    a = await start(world, "a")
+    await until(lambda: asyncio.sleep(0, submitted))
+    for _ in range(1_000):
+        await asyncio.sleep(0)
+    assert a.remote.auditor.is_new
+    assert submitted == [StoreKnown()]
 
 
 @both
