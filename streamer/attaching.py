@@ -17,6 +17,7 @@ import structlog
 from streamer import parts
 from streamer.assembly import Attached
 from streamer.config import EndpointSection, FollowSection, RuleSection
+from streamer.egress.pump import pass_unwanted
 from streamer.lifecycle import NETWORKS_CLOSE_S, within
 from streamer.reports import ReportingAssembly
 from streamer.walk.endpoint import Endpoint
@@ -217,6 +218,8 @@ class ChangeableAssembly(ReportingAssembly):
     def remove_stopped(self, attached: Attached) -> None:
         """Removes a stopped endpoint from all parts, in one step."""
         endpoint, name = attached.endpoint, attached.endpoint.name
+        for pump in attached.pumps:
+            pass_unwanted(pump)
         self._remove_pumps(attached)
         attached.ingress.close()
         endpoint.sends.close()

@@ -448,6 +448,19 @@ class Pump:
         self.sender.wake.set()
 
 
+def pass_unwanted(pump: Pump) -> None:
+    """Move the cursor of a pump that has ended over records that came afterwards and are not for its peer. Without that
+    a removed endpoint that had everything would seem to have a backlog."""
+    plans, owned = pump.plans, pump.owned
+    if plans.read != owned.seq:
+        return  # something waits
+    for chunk in pump.log.tail(plans.read) or ():
+        if any(plans.plan(stream) is not SKIP for stream in chunk.stream_set):
+            break
+        plans.read = owned.seq = chunk.last_seq
+    owned.save()
+
+
 def _report_skipped(pump: Pump) -> None:
     """Report what was skipped while the streamer was stopped (skipping.py)."""
     cursors = pump.log.cursors

@@ -17,6 +17,7 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 DOOR = "//vehicle1/9001/1/8001"
+CLOUD_ONLY = "//vehicle1/9001/1/8002"
 TIMES = 300
 WARM_UP = 50  # rounds in which caches fill
 # of whose objects no more may be there afterwards; the log keeps records in memory
@@ -48,7 +49,9 @@ def rules() -> list[RuleSection]:
 
 
 async def make(make_world: MakeWorld) -> World:
-    world = await make_world(endpoints(TWO), {DOOR: ["//dock1/8001/1/0", "//cloud/8001/1/0"]})
+    world = await make_world(
+        endpoints(TWO), {DOOR: ["//dock1/8001/1/0", "//cloud/8001/1/0"], CLOUD_ONLY: ["//cloud/8001/1/0"]}
+    )
     world.networks["dock"] = FaultyNetwork.named("attached-dock")
     return world
 
@@ -91,6 +94,30 @@ async def test_records_for_a_removed_endpoint_wait_until_it_is_added_again(make_
     await add(world)
     await world.until(lambda: heard.texts == ["1", "2"])
     assert not streamer.claims.unclaimed
+
+
+@pytest.mark.parametrize("is_wanted", [False, True])
+async def test_what_comes_while_an_endpoint_is_removed_waits_only_if_it_wants_it(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, is_wanted: bool
+) -> None:
+    world = await make(make_world)
+    streamer = world.streamer
+    await add(world)
+    heard = await world.hear(await world.node("dock", "dock1"), uris.parse(DOOR))
+    at_vehicle = await world.node("vehicle", "vehicle1", 0x9001)
+    at_cloud = await world.hear(await world.node("cloud", "cloud"), uris.ANY)
+    await at_vehicle.send(publication(DOOR, "before"))
+    await world.until(lambda: heard.texts == at_cloud.texts == ["before"])
+    stop_endpoint = streamer.stop_endpoint
+
+    async def stop_late(attached: Any) -> None:
+        await stop_endpoint(attached)
+        await at_vehicle.send(publication(DOOR if is_wanted else CLOUD_ONLY, "meanwhile"))
+        await world.until(lambda: at_cloud.texts == ["before", "meanwhile"])
+
+    monkeypatch.setattr(streamer, "stop_endpoint", stop_late)
+    await streamer.remove_endpoint("dock")
+    assert [one.records for one in streamer.claims.unclaimed] == ([1] if is_wanted else [])
 
 
 async def test_what_does_not_fit_is_refused_and_changes_nothing(make_world: MakeWorld) -> None:
