@@ -559,8 +559,8 @@ class World:
             await asyncio.sleep(0.2)
 
     def forget(self, machine: Machine, endpoint: str, transport: LocalTransport) -> None:
-        """The network of that endpoint forgets what it has answered and not delivered yet. It says so, and so must the
-        gateway: in its log, and as a reason why it is not ready."""
+        """The network of an endpoint forgets the messages that it has accepted and not delivered yet. Its transport
+        reports that loss; the gateway must then report it in its log and as a reason why it is not ready."""
         transport.disconnect()
         network = self.networks[transport.network.name.split("/")[1]]
         forgotten = network.forget(transport, is_application)

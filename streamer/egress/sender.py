@@ -395,9 +395,8 @@ class ExpressQueue:
         self._frames: Shares[Hashable] = Shares(*limits, SENDERS_SHARE)
         self._answers: Shares[Hashable] = Shares(ANSWERS_MAX, express.bytes_max, CALLERS_SHARE)
         self._sender = Sender[ExpressMessage](peer, EXPRESS_MESSAGES_MAX, EXPRESS_BYTES_MAX)
-        self._unheard: dict[
-            OrderKey, list[ExpressMessage]
-        ] = {}  # requests that nobody takes, until they are tried again
+        # requests that nobody takes, until they are tried again
+        self._unheard: dict[OrderKey, list[ExpressMessage]] = {}
 
     def change_peer(self, peer: Endpoint) -> None:
         """Send what waits to `peer`: the same network under another name. Call it while `run` does not run."""
