@@ -114,7 +114,7 @@ class HistoryPublisher(Publisher):
         async with contextlib.AsyncExitStack() as stack:
             kept = await stack.enter_async_context(await self._open_log())
             frontiers = ids.of_publisher(self._local.get_source(), ids.FRONTIERS)
-            keeper = Keeper(frontiers, self._groups, [kept], self._runtime.now_ms)
+            keeper = Keeper(frontiers, self._groups, [kept], self._runtime.now_ms, receives=False)
             await keeper.open()  # even without groups: it ends open epochs of earlier groups
             stack.callback(keeper.close)
             await self._serve(kept, keeper, stack)

@@ -240,6 +240,7 @@ class Streamer(ChangeableAssembly):
             what = "not every uSubscription has answered yet; it is asked again while the rest works"
             log.warning(what, usubscriptions=self.interest.unhealthy, problems=self.problems())
         self.networks.services_listen()
+        self.keeper.listening()
 
 
 async def serve(

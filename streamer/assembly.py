@@ -279,7 +279,7 @@ class Assembly:
             self._backoff,
             self._connected,
             self.losses.network_lost,
-            self.recoveries.listens,
+            self._listens,
         )
         if self.usubscription is not None:
             self.usubscription.on_change(self.networks.listen_before_answer)
@@ -318,6 +318,18 @@ class Assembly:
         owner = self.endpoints.owner(authority)
         if self.usubscription is not None and owner is not None and owner.name == endpoint:
             self.usubscription.remote.arrived_from(authority)
+
+    def _connection_changed(self, endpoint: Endpoint, connected: bool) -> None:
+        """Messages are missed from now on if the network is away."""
+        self.recoveries.connection_changed(endpoint, connected)
+        if not connected and self.ready.is_set() and not self.stopping.is_set():
+            why = f"the network of endpoint {endpoint.name!r} was away"
+            self.keeper.away(endpoint.name, why, lambda authority: self.endpoints.owner(authority) is endpoint)
+
+    def _listens(self, endpoint: Endpoint) -> None:
+        """Messages are missed no more: the network is listened to again."""
+        self.recoveries.listens(endpoint)
+        self.keeper.back(endpoint.name)
 
     def _connected(self, endpoint: Endpoint) -> None:
         self.new_stores.session_resumed(endpoint)

@@ -53,7 +53,7 @@ class ChangeableAssembly(ReportingAssembly):
     def _start_network(self, attached: Attached) -> None:
         endpoint = attached.endpoint
         endpoint.transport.on_connection(self.connection_changed)
-        endpoint.transport.on_connection(partial(self.recoveries.connection_changed, endpoint))
+        endpoint.transport.on_connection(partial(self._connection_changed, endpoint))
         attached.network_task = self.start_task(self.networks.run(endpoint), f"network {endpoint.name}")
 
     def _start_pumps(self, attached: Attached) -> None:
@@ -231,6 +231,7 @@ class ChangeableAssembly(ReportingAssembly):
         self.states.remove_endpoint(name)
         self.meters.remove_endpoint(endpoint)
         self.ledger.remove_endpoint(name)
+        self.keeper.back(name)
 
     def _remove_pumps(self, attached: Attached) -> None:
         """Removes the stopped pumps of an endpoint. Their cursors stay."""

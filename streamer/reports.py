@@ -84,6 +84,10 @@ class ReportingAssembly(Assembly):
             if attached.clocks.trouble:
                 yield Condition(attached.clocks.trouble, name)
         yield from self.fast_senders.conditions(self.endpoints.owner)
+        for group, (authority, ue_id), ahead_ms in self.keeper.clocks_ahead():
+            what = f"the clock of {authority}/{ue_id:X} is {ahead_ms / 1_000:.1f} s ahead of ours, or ours is behind"
+            owner = self.endpoints.owner(authority)
+            yield Condition(f"{what}: its messages are in later epochs of {group!r}", owner.name if owner else STREAMER)
         yield from self._held("refused", "left")
 
     def _held(self, *labels: Label) -> Iterator[Condition]:

@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from typing import Final
 
 from uprotocol.status import invalid
@@ -32,6 +33,11 @@ _time_ns: Callable[[], int] = time.time_ns
 def now_ms() -> int:
     """Unix milliseconds; the clock of ids, ttl and append times."""
     return _time_ns() // 1_000_000
+
+
+def moment(unix_ms: int) -> str:
+    """Returns the time in RFC 3339, UTC, to the millisecond."""
+    return datetime.fromtimestamp(unix_ms / 1_000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class UUIDGenerator:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, Literal
 
 from google.protobuf.message import DecodeError
@@ -39,6 +40,7 @@ from history.epochs.merging import (
     LogFrontier,
     PendingEpoch,
     first_log,
+    passed_unread,
     restored_time,
 )
 from history.reading.acceptor import Positions, Record
@@ -127,15 +129,22 @@ class Assembler:
     def begin(self, snapshot: Iterable[Record], now: float) -> None:
         """Begin to read, at the start and after each gap. `snapshot`: the frontiers where the next records begin."""
         running = {key for key, group in self._groups.items() if group.known or group.reported_frontiers.parts}
+        begun: dict[GroupKey, list[GroupFrontier]] = {}
         for record in sorted(snapshot, key=lambda one: one.seq):
             log = first_log(record)
             for key, group, reported, part in self._table.read(record, now):
                 if log not in group.known and log not in group.reported_frontiers.parts:
                     is_running = self._is_suspect or key in running
-                    group.begin_log(reported, part.active, is_running=is_running)
+                    group.begin_log(log, part.keeper, reported, part.active, is_running=is_running)
+                    begun.setdefault(key, []).append(reported)
                 elif self._is_suspect:
                     group.suspect = raised(group.suspect, part.active)
                 self._merge(group, reported, log, part)
+        for key, frontiers in begun.items():  # what was over in one log may come from another one
+            group = self._groups[key]
+            if len(group.reported_frontiers.parts) > 1:
+                passed = (passed_unread(one, group.length, others=True) for one in frontiers)
+                group.suspect = raised(group.suspect, chain.from_iterable(passed))
         self._is_suspect = False
         for group in self._groups.values():
             group.known.clear()
@@ -181,8 +190,10 @@ class Assembler:
         for key, group, reported, part in self._table.read(record, now):
             known = group.reported_frontiers.parts.get(log)
             before = part.active - set(map(time_of, reported.opened))
-            if known is None and reported.number != 1:  # the first one read of this log, so it is the snapshot
-                group.begin_log(reported, before, is_running=bool(group.reported_frontiers.parts))
+            if known is None and (reported.number != 1 or group.reported_frontiers.parts):
+                # the first one read of this log, so it is the snapshot
+                open = before if reported.number != 1 else ()
+                group.begin_log(log, part.keeper, reported, open, is_running=bool(group.reported_frontiers.parts))
             elif known is not None and record.origin is not None and reported.number > known.number + 1:
                 # A gateway on the way was not sent some of it. In the keeper's own log a missing number is that of a
                 # frontier that could not be stored.
@@ -191,6 +202,9 @@ class Assembler:
                 # The log went back. How the open epochs ended may be in the part that it has lost.
                 group.suspect = raised(group.suspect, before | known.active)
             self._merge(group, reported, log, part)
+            group.note_missed(reported, record)
+            for late in reported.late:
+                yield from self._came_late(key, group, time_of(late.time), late.incomplete, record)
             touched.add(key)
         for key in touched:
             yield from self._over(key, self._groups[key])
@@ -200,6 +214,22 @@ class Assembler:
             if old.version > part.version:  # the keeper's disk was replaced
                 group.suspect = raised(group.suspect, old.active)
         group.note_incomplete(reported)
+
+    def _came_late(self, key: GroupKey, group: GroupState, time: Time, why: str, by: Record) -> Iterator[Assembled]:
+        """Note that records of an epoch came when it was over. Of an epoch that was delivered this is one more report
+        without records."""
+        if len(time) != group.length or is_covered(group.started, time) or is_covered(group.filter, time):
+            return
+        if not group.is_rest(time):
+            group.note_late(time, why, by)
+        elif group.note_reported(time):
+            yield self._report_empty(key, group, time, why)
+
+    def _report_empty(self, key: GroupKey, group: GroupState, time: Time, why: str) -> Assembled:
+        """Report an epoch without records whose messages may be missing."""
+        group.finished.add(time)
+        self._count_incomplete()
+        return Assembled(Epoch(key[0], time), [], why, key[1])
 
     def _begun(self, record: Record, now: float) -> Iterator[Assembled]:
         """A gateway between us and the keeper has only begun to follow some of our topics: records of the epochs that
@@ -259,6 +289,9 @@ class Assembler:
             log, part = record.incarnation, merged.parts.get(record.incarnation)
         if part is not None:
             merged.touch(log, part, now)
+        if group.joined(log, time) and self._filter == "atomic":
+            self.dropped["filtered"] += 1
+            return []
         group.length = group.length or len(time)
         if len(time) != group.length:
             if self._was_plain_delivered(record):
@@ -300,10 +333,17 @@ class Assembler:
             return []
         merged.is_settled, lower = True, merged.lower
         group.filter = raised(not_passed(group.filter, lower), self._beyond.get(key[0], NOTHING))
-        over = sorted(time for time in group.pending if merged.is_over(time))
-        silent = [(time, merged.missing(time)) for time in over]
+        empty = group.take_empty()
+        over = sorted({*empty, *(time for time in group.pending if merged.is_over(time))})
+        silent = {time: merged.missing(time) for time in over if time not in empty}
         why = f"has reported nothing for {self._timeout_s} s"
-        ready = [self._deliver(key, group, time, who and f"{who} {why}") for time, who in silent]
+        ready = [
+            self._report_empty(key, group, time, empty[time])
+            if time in empty
+            else self._deliver(key, group, time, silent[time] and f"{silent[time]} {why}")
+            for time in over
+        ]
+        group.forget_missed()
         if not self._is_suspect:
             group.suspect = not_passed(group.suspect, lower)
         for time in [time for time in group.incomplete if time not in group.pending and not is_ahead(lower, time)]:
@@ -315,7 +355,8 @@ class Assembler:
         self._bytes -= pending.bytes
         reported = group.incomplete.pop(time, "")
         missed = MISSED if self._is_suspect or is_covered(group.suspect, time) else ""
-        incomplete = why or pending.incomplete or reported or missed
+        late, _ = group.late.pop(time, ("", None))
+        incomplete = why or pending.incomplete or reported or late or group.why_missed(time) or missed
         group.note_delivered(time, pending.records)
         group.finished.add(time)
         group.redelivered.discard(time)
@@ -375,6 +416,8 @@ class Assembler:
             for pending in group.pending.values():
                 for log, seq in pending.first.items():
                     lower(log, seq)
+            for report in group.reports_not_over():
+                lower(report.incarnation, report.seq)
         for one in held:
             for record in one.records:
                 lower(record.incarnation, record.seq)

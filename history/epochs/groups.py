@@ -4,10 +4,12 @@ argument.
 records -> assign: to which epoch does each belong? -> opened: reported before them
         -> settle: is an epoch over by them?        -> ended: reported after them      tick: ends what has timed out
 
-Buckets: the time in a record's id, divided by `width_ms`. The lowest open bucket is held by this side.
+Buckets: the time in a record's id, divided by `width_ms`. This side holds the lowest bucket that may come: by the
+newest id and, while nothing comes, by the clock, so that a reader of several logs knows what a quiet one may bring.
 Progress: publishers hold the epochs that they have opened, and say at the end of one which messages belong to it.
 
-A late record is one for an epoch that is over: it joins the lowest open epoch, so it is not lost, and is counted.
+A late record is one for an epoch that is over: it joins the lowest open epoch, so it is not lost, and both epochs say
+so. Messages may be missed while the process does not run or a network is away: the buckets of that time say so, too.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import abc
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final, NamedTuple
 
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -53,10 +56,21 @@ LAST_MAX: Final = 4_000
 LAST_EACH_MAX: Final = LAST_MAX // 4
 ANY_FORMAT: Final = UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY
 
+IDLE_REPORT_S_MAX: Final = 20.0  # between reports of a group in which nothing comes, and ...
+IDLE_SHARE: Final = 8  # ... at most this part of the time since its last record, so that a flash does not wear
+LATE_REPORTED_MAX: Final = 64  # epochs with late records, of one report; also the newest reported ones
+MISSED_MAX: Final = 16  # spans of missed buckets that may still open
+CAUSES_MAX: Final = 256  # for which messages may be missed at the same time: endpoints
+CLOCK_AHEAD_MS_MIN: Final = 1_000  # a publisher whose ids are further ahead of our clock, and by a bucket, is reported
+CLOCK_AHEAD_S: Final = 60.0  # ... for so long after its last such record
+CLOCKS_AHEAD_MAX: Final = 256  # publishers; anybody may make them up
+
 INTERRUPTED: Final = "the gateway was not running in between"
+NOT_RUNNING: Final = "the gateway was not running"
 SILENT: Final = "nothing came any more, and nothing that is later"
 UNCLOSED: Final = "its publisher has not closed it"
 REFUSED: Final = "some of its messages could not be stored"
+CROWDED: Final = "too many epochs were open, and messages of others are in it"
 ENDED: Final = "the group is not kept any more"
 
 COUNTED: Final = ("records", "late", "ahead", "crowded", "unnamed", "without", "epochs", "incomplete", "skipped")
@@ -152,6 +166,8 @@ class GroupEpochs(abc.ABC):
         self.incomplete: dict[Time, str] = {}  # open epochs that will be incomplete, and why
         self.version = 0
         self._ended: list[GroupFrontier.Ended] = []  # not reported yet
+        self._late: list[GroupFrontier.Ended] = []  # not reported yet
+        self._missed: list[GroupFrontier.Missed] = []  # not reported yet
         self._is_changed = False  # in what `resume` needs
         self.spoiled: dict[Time, None] = {}  # ended by records that the log then refused; the newest ones
         self.reported = GroupFrontier()  # the last report
@@ -169,17 +185,26 @@ class GroupEpochs(abc.ABC):
         """Note that a record of the epoch could not be stored. Its sender may send it again."""
 
     @abc.abstractmethod
-    def settle(self, now: float) -> None:
+    def settle(self, now_ms: int, now: float) -> None:
         """End the epochs that are over by the records that were assigned."""
 
     @abc.abstractmethod
-    def tick(self, now: float) -> None:
+    def tick(self, now_ms: int, now: float) -> None:
         """End the epochs that have timed out."""
 
     @property
     @abc.abstractmethod
     def due(self) -> float | None:
         """Returns the loop time at which to call `tick`; None: nothing waits."""
+
+    def start(self, now_ms: int, now: float) -> None:
+        """Begin, after `resume` if there is a report, and before any record."""
+
+    def away(self, cause: str, since_ms: int, why: str) -> None:
+        """Note that messages may be missed for this `cause` from `since_ms` on, Unix milliseconds, until `back`."""
+
+    def back(self, cause: str, now_ms: int) -> None:
+        """Note that messages are not missed any more for this `cause`."""
 
     # -- common to all kinds
 
@@ -201,7 +226,7 @@ class GroupEpochs(abc.ABC):
     def has_changes(self) -> bool:
         return (
             self._is_changed
-            or bool(self._ended)
+            or bool(self._ended or self._late or self._missed)
             or self.frontier.lower != _times(self.reported.lower)
             or self.frontier.seen != _times(self.reported.active)
         )
@@ -211,6 +236,8 @@ class GroupEpochs(abc.ABC):
         before, lower, active = _times(self.reported.lower), self.frontier.lower, self.frontier.seen
         self.version += 1
         report = GroupFrontier(group=self.group.name, ended=self._ended, version=self.version)
+        report.late.extend(self._late)
+        report.missed.extend(self._missed)
         report.lower.extend(map(wire_time, sorted(lower)))
         report.active.extend(map(wire_time, sorted(active)))
         report.opened.extend(map(wire_time, sorted(active - _times(self.reported.active))))
@@ -218,7 +245,7 @@ class GroupEpochs(abc.ABC):
         report.updates.extend(
             GroupFrontier.Update(time=wire_time(time), change=change) for time, change in sorted(changes)
         )
-        self._ended, self._is_changed = [], False
+        self._ended, self._late, self._missed, self._is_changed = [], [], [], False
         self._keep(report.kept)
         self.reported = report
         return report
@@ -228,7 +255,7 @@ class GroupEpochs(abc.ABC):
         report = GroupFrontier()
         report.CopyFrom(self.reported)
         report.group, report.version, report.kept.kind = self.group.name, self.version, self.kind
-        for name in ("opened", "updates", "ended"):
+        for name in ("opened", "updates", "ended", "late", "missed"):
             report.ClearField(name)
         return report
 
@@ -265,7 +292,10 @@ def require_kind(group: str, before: str, now: str) -> None:
 
 
 class Buckets(GroupEpochs):
-    """The time of an epoch is the Unix millisecond in which its bucket begins."""
+    """The time of an epoch is the Unix millisecond in which its bucket begins. One bucket is held: the lowest that may
+    come. An id that is ahead of our clock opens its bucket, and ends none before our clock is there, so a publisher
+    with a fast clock makes no other one late. `clocks_ahead`: by publisher, how far its newest id that was too far
+    ahead is ahead of our clock, milliseconds, and the loop time at which it came."""
 
     kind = "bucket"
 
@@ -275,39 +305,64 @@ class Buckets(GroupEpochs):
         self._width = group.width_ms
         self._newest_ms = NUMBER_MIN  # of all ids that were not too far ahead
         self._ends: dict[Time, float] = {}  # of open buckets, loop time
+        self._quiet_since = 0.0  # loop time of the last record, or of the start
+        self._idle_at: float | None = None  # loop time of the next report while nothing is open
+        self._clock_at: float | None = None  # loop time at which our clock ends the lowest bucket
+        self._late_reported: dict[int, None] = {}  # the newest buckets whose late records were reported
+        self._causes: dict[str, tuple[int, str]] = {}  # why messages may be missed now, and since when, Unix ms
+        self._may_open_missed: list[GroupFrontier.Missed] = []  # buckets of these may open later
+        self._now_ms = 0  # of the last call
+        self.clocks_ahead: dict[PublisherAddress, tuple[int, float]] = {}
 
-    def assign(self, records: Sequence[IncomingRecord], now_ms: int, now: float) -> list[Epoch | None]:
-        ceiling, width = now_ms + self.group.ahead_ms, self._width
-        created = [created_ms(one.message) for one in records]
-        sane = [ms for ms in created if ms <= ceiling]
+    @property
+    def _lowest(self) -> int:
+        (time,) = self.frontier.lower
+        return time[0]
+
+    def _bucket(self, ms: int) -> int:
+        return ms // self._width * self._width
+
+    def start(self, now_ms: int, now: float) -> None:
+        self._now_ms, self._quiet_since = now_ms, now
         if not self.frontier.held:
-            first_ms = min(sane, default=now_ms) - self.group.lateness_ms
-            self._hold(first_ms // width * width)
-        self._newest_ms = max([*sane, self._newest_ms])
-        (lowest,) = self.frontier.lower
-        epochs: list[Epoch | None] = []
-        known: dict[int, Epoch] = {}
-        self.counts["records"] += len(records)
-        for ms in created:
-            begin = ms // width * width
-            if ms > ceiling:
-                self.counts["ahead"] += 1
-                begin = lowest[0]
-            elif begin < lowest[0]:
-                self.counts["late"] += 1
-                begin = lowest[0]
-            if begin not in known:
-                known[begin] = self._open((begin,), lowest, now)
-            epoch = known[begin]
-            self.counts["crowded"] += epoch.time[0] != begin
-            epochs.append(epoch)
-        return epochs
+            self._hold(self._bucket(now_ms - self.group.timeout_ms))
+        self._plan(now_ms, now)
 
     def _hold(self, begin: int) -> None:
         time = (begin,)
         if not self.frontier.may_come(time):  # the clock was set back
             time = (max(one[0] for one in self.frontier.passed) + self._width,)
         self.frontier.hold(time)
+
+    def assign(self, records: Sequence[IncomingRecord], now_ms: int, now: float) -> list[Epoch | None]:
+        ceiling, width = now_ms + self.group.ahead_ms, self._width
+        ahead_ms = now_ms + max(width, CLOCK_AHEAD_MS_MIN)
+        created = [created_ms(one.message) for one in records]
+        sane = [ms for ms in created if ms <= ceiling]
+        if not self.frontier.held:
+            self._hold(self._bucket(min(sane, default=now_ms) - self.group.lateness_ms))
+        self._newest_ms = max([*sane, self._newest_ms])
+        lowest = self._lowest
+        epochs: list[Epoch | None] = []
+        known: dict[int, Epoch] = {}
+        self.counts["records"] += len(records)
+        for record, ms in zip(records, created, strict=True):
+            begin = joined = ms // width * width
+            if ms > ahead_ms:
+                self._note_clock(record.publisher, ms - now_ms, now)
+            if ms > ceiling:
+                self.counts["ahead"] += 1
+                joined = lowest
+            elif begin < lowest:
+                self.counts["late"] += 1
+                joined = lowest
+            if joined not in known:
+                known[joined] = self._open((joined,), (lowest,), now)
+            epoch = known[joined]
+            if epoch.time[0] != begin:
+                self._note_stranger(record.publisher, epoch.time, begin, ms - now_ms)
+            epochs.append(epoch)
+        return epochs
 
     def _open(self, time: Time, lowest: Time, now: float) -> Epoch:
         seen = self.frontier.seen
@@ -316,39 +371,116 @@ class Buckets(GroupEpochs):
         if time not in seen:
             self.frontier.see(time)
             self._ends[time] = now + self.group.timeout_ms / 1_000
+            missed = (one.incomplete for one in self._may_open_missed if _is_within(one, time))
+            reasons = chain(missed, (why for _, why in self._causes.values()))
+            if why := next(reasons, ""):
+                self.incomplete.setdefault(time, why)
         return Epoch(self.group.name, time)
 
-    def settle(self, now: float) -> None:
+    def _note_stranger(self, publisher: PublisherAddress, joined: Time, begin: int, ahead_ms: int) -> None:
+        """Note that a record has joined an epoch that is not that of its id, and why neither of the two is whole."""
+        who = f"{publisher[0]}/{publisher[1]:X}"
+        if begin < self._lowest:
+            why = f"messages of {who} came too late for their own epochs, and are in it"
+            if begin not in self._late_reported and len(self._late) < LATE_REPORTED_MAX:
+                lost = f"messages of {who} came too late, and are in the epoch {joined[0]}"
+                self._late.append(GroupFrontier.Ended(time=wire_time((begin,)), incomplete=lost))
+                self._late_reported[begin] = None
+                if len(self._late_reported) > LATE_REPORTED_MAX:
+                    del self._late_reported[next(iter(self._late_reported))]
+        elif ahead_ms > self.group.ahead_ms:
+            why = f"messages of {who} are in it, whose ids are {ahead_ms / 1_000:.1f} s ahead of the gateway's clock"
+        else:
+            self.counts["crowded"] += 1
+            why = CROWDED
+        self.incomplete.setdefault(joined, why)
+
+    def _note_clock(self, publisher: PublisherAddress, ahead_ms: int, now: float) -> None:
+        if publisher in self.clocks_ahead or len(self.clocks_ahead) < CLOCKS_AHEAD_MAX:
+            self.clocks_ahead[publisher] = ahead_ms, now
+
+    def settle(self, now_ms: int, now: float) -> None:
+        self._quiet_since = now
         if self.frontier.held:
-            self._advance((self._newest_ms - self.group.lateness_ms) // self._width * self._width)
+            self._advance(self._bucket(min(self._newest_ms, now_ms) - self.group.lateness_ms))
+        self._plan(now_ms, now)
 
     def _advance(self, begin: int) -> None:
-        (lowest,) = self.frontier.lower
+        lowest = (self._lowest,)
         if begin > lowest[0]:
+            for since_ms, why in self._causes.values():
+                self._miss(lowest[0], begin - self._width, f"{why}, from {uuids.moment(since_ms)} on")
             self.frontier.hold((begin,))
             for time in self._release(lowest).completed:
                 self._ends.pop(time, None)
+            self._may_open_missed = [one for one in self._may_open_missed if one.last.numbers[0] >= begin]
 
-    def tick(self, now: float) -> None:
+    def tick(self, now_ms: int, now: float) -> None:
         overdue = [time for time, end in self._ends.items() if end <= now]
         if overdue:
             last = max(overdue)
             for time in self.frontier.seen:
                 if time <= last:
                     self.incomplete.setdefault(time, SILENT)
-            if any(time > last for time in self.frontier.seen):
-                self._advance(last[0] + self._width)
-            else:  # hold no bucket while nothing comes, so that readers of other groups do not wait for it
-                for time in self._release(*self.frontier.lower).completed:
-                    self._ends.pop(time, None)
+            self._advance(last[0] + self._width)
+        self._advance(self._bucket(min(self._newest_ms, now_ms) - self.group.lateness_ms))
+        if not self.frontier.seen and self._idle_at is not None and self._idle_at <= now:
+            self._advance(self._bucket(now_ms - self.group.timeout_ms))
+        for publisher in [one for one, (_, at) in self.clocks_ahead.items() if at <= now - CLOCK_AHEAD_S]:
+            del self.clocks_ahead[publisher]
+        self._plan(now_ms, now)
+
+    def _plan(self, now_ms: int, now: float) -> None:
+        """Find out when `tick` has something to do."""
+        self._now_ms = now_ms
+        end_ms = self._lowest + self._width
+        over_ms = end_ms + self.group.lateness_ms
+        self._clock_at = now + (over_ms - now_ms) / 1_000 if over_ms <= self._newest_ms else None
+        self._idle_at = None
+        if not self.frontier.seen:
+            pause_s = min((now - self._quiet_since) / IDLE_SHARE, IDLE_REPORT_S_MAX)
+            self._idle_at = now + max((end_ms + self.group.timeout_ms - now_ms) / 1_000, pause_s)
 
     @property
     def due(self) -> float | None:
-        return min(self._ends.values(), default=None)
+        dues = (min(self._ends.values(), default=None), self._clock_at, self._idle_at)
+        return min((one for one in dues if one is not None), default=None)
+
+    # -- messages that may be missed
+
+    def away(self, cause: str, since_ms: int, why: str) -> None:
+        if cause not in self._causes and len(self._causes) >= CAUSES_MAX:
+            return
+        self._causes.setdefault(cause, (since_ms, why))
+        for time in self.frontier.seen:
+            self.incomplete.setdefault(time, why)
+
+    def back(self, cause: str, now_ms: int) -> None:
+        since_ms, why = self._causes.pop(cause, (now_ms, ""))
+        if why:
+            why = f"{why}, {uuids.moment(since_ms)} to {uuids.moment(now_ms)}"
+            first = max(self._bucket(min(since_ms, now_ms)), self._lowest)  # lower ones were reported when they ended
+            self._miss(first, self._bucket(now_ms), why)
+
+    def _miss(self, first: int, last: int, why: str) -> None:
+        """Report that messages of the buckets from `first` to `last` may be missed."""
+        if first > last:
+            return
+        missed = GroupFrontier.Missed(width_ms=self._width, incomplete=why)
+        missed.first.numbers.append(first)
+        missed.last.numbers.append(last)
+        self._missed = [*self._missed[1 - MISSED_MAX :], missed]
+        self._may_open_missed = [*self._may_open_missed[1 - MISSED_MAX :], missed]
+        for time in self.frontier.seen:
+            if first <= time[0] <= last:
+                self.incomplete.setdefault(time, why)
+
+    # -- restarts
 
     def _keep(self, kept: GroupFrontier.Kept) -> None:
         super()._keep(kept)
         kept.newest_ms = max(0, self._newest_ms)
+        kept.complete_until_ms = min([self._now_ms, *(since_ms for since_ms, _ in self._causes.values())])
 
     def resume(self, report: GroupFrontier, now: float) -> None:
         super().resume(report, now)
@@ -356,6 +488,10 @@ class Buckets(GroupEpochs):
         for seen in self.frontier.seen:
             self.incomplete.setdefault(seen, INTERRUPTED)
             self._ends[seen] = now + self.group.timeout_ms / 1_000
+
+
+def _is_within(missed: GroupFrontier.Missed, time: Time) -> bool:
+    return time_of(missed.first) <= time <= time_of(missed.last)
 
 
 @dataclass(slots=True)
@@ -548,7 +684,7 @@ class Progress(GroupEpochs):
         elif topic in held.had:
             held.had[topic].count -= 1
 
-    def settle(self, now: float) -> None:
+    def settle(self, now_ms: int, now: float) -> None:
         settled, self._settled = self._settled, []
         held = ((one, self.publishers.get(one[0], {}).get(one[1])) for one in dict.fromkeys(settled))
         self._end([one for one, epoch in held if epoch is not None and not epoch.missing()])
@@ -563,7 +699,7 @@ class Progress(GroupEpochs):
             self.covered.update((time, publisher) for publisher, time in over)
             self.covered = {time: publisher for time, publisher in self.covered.items() if time in self.frontier.seen}
 
-    def tick(self, now: float) -> None:
+    def tick(self, now_ms: int, now: float) -> None:
         overdue = [
             (publisher, time, held)
             for publisher, all in self.publishers.items()

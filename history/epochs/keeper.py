@@ -4,6 +4,8 @@ append -> mark: topics of a group? -> assign -> frontier (epochs that it opens),
                                        frontier (epochs that it ends): one append, stored whole or not at all
 Progress -> change -> frontier -> answered when it is stored            a timer -> tick -> frontier
 
+away, back: messages may be missed while the process does not run, or a network is away -> frontier: missed buckets
+
 Retention, following, push and poll, gaps and restarts treat a frontier like any other record. It is valid at its
 position in the log. Each names all groups, so the newest one up to a position is a snapshot. A group that has records
 in several logs is reported in each of them: an epoch is over when it is over in all.
@@ -26,6 +28,9 @@ from google.protobuf.message import DecodeError
 from history.epochs.frontier import ACTIVE_MAX, Epoch, Time, time_of
 from history.epochs.groups import (
     ENDED,
+    LATE_REPORTED_MAX,
+    MISSED_MAX,
+    NOT_RUNNING,
     REFUSED,
     Buckets,
     Group,
@@ -50,6 +55,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 GROUPS_MAX: Final = 16  # each frontier names all groups
+RESTART: Final = ""  # the cause of what is missed until the process listens again after a restart
 RETRY_S: Final = 1.0  # after a log has refused a frontier
 
 log = structlog.get_logger()
@@ -93,8 +99,18 @@ class Keeper:
     `topic`: of the frontiers. Times are Unix milliseconds of `now_ms`, and seconds of the running loop.
     """
 
-    def __init__(self, topic: UUri, groups: Iterable[Group], logs: Sequence[Log], now_ms: Callable[[], int]) -> None:
-        self.topic, self._logs, self._now_ms = topic, list(logs), now_ms
+    def __init__(
+        self,
+        topic: UUri,
+        groups: Iterable[Group],
+        logs: Sequence[Log],
+        now_ms: Callable[[], int],
+        *,
+        receives: bool = True,
+    ) -> None:
+        """`receives`: messages come from networks, so those from before `listening` may be missed. False: the process
+        publishes them itself."""
+        self.topic, self._logs, self._now_ms, self._receives = topic, list(logs), now_ms, receives
         self._loop = asyncio.get_running_loop()
         self._kept: dict[str, GroupEpochs] = {}
         for group in groups:
@@ -122,10 +138,15 @@ class Keeper:
                 if one is self._logs[0] and kept is not None and report.kept.kind:
                     kept.resume(report, self._loop.time())
             await self._end_others(one, newest)
+        now_ms, now = self._now_ms(), self._loop.time()
         for kept in self._kept.values():
+            kept.start(now_ms, now)
+            before = kept.reported.kept
+            if self._receives and (until_ms := before.complete_until_ms or before.newest_ms):
+                kept.away(RESTART, until_ms, NOT_RUNNING)
             # A time in milliseconds is greater than any version that was used before and is not known any more: no
             # group changes every millisecond for years.
-            kept.version = kept.version or self._now_ms()
+            kept.version = kept.version or now_ms
             if isinstance(kept, Progress) and kept.publishers:
                 await self._count_again(kept)
         if self._kept:
@@ -142,6 +163,40 @@ class Keeper:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
+
+    # -- messages that may be missed
+
+    def listening(self) -> None:
+        """Note that all networks are listened to after a restart: messages are missed no more."""
+        self.back(RESTART)
+
+    def away(self, cause: str, why: str, owns: Callable[[str], bool]) -> None:
+        """Note that messages of the authorities that `owns` names may be missed from now on, until `back(cause)`."""
+        now_ms = self._now_ms()
+        for kept in self._kept.values():
+            if any(owns(authority) for authority in self._authorities(kept)):
+                kept.away(cause, now_ms, why)
+        self._report()
+
+    def back(self, cause: str) -> None:
+        """Note that messages are not missed any more for this cause. Without effect if they were not."""
+        now_ms = self._now_ms()
+        for kept in self._kept.values():
+            kept.back(cause, now_ms)
+        self._report()
+
+    def clocks_ahead(self) -> Iterator[tuple[str, PublisherAddress, int]]:
+        """Yields, for each group, the publisher whose clock is furthest ahead of ours, and how far in milliseconds: its
+        messages are in later epochs. Nothing if it is less than a bucket and CLOCK_AHEAD_MS_MIN."""
+        for kept in self._kept.values():
+            if isinstance(kept, Buckets) and kept.clocks_ahead:
+                publisher, (ahead_ms, _) = max(kept.clocks_ahead.items(), key=lambda one: one[1][0])
+                yield kept.group.name, publisher, ahead_ms
+
+    def _authorities(self, kept: GroupEpochs) -> set[str]:
+        """Returns the authorities that have published on topics of the group."""
+        sources = (stream.source for one in self._logs for stream in one.streams() if is_publish(stream))
+        return {source.authority_name for source in sources if kept.group.has(source)}
 
     # -- after a restart
 
@@ -186,7 +241,7 @@ class Keeper:
                             whose = (source.authority_name, source.ue_id)
                             kept.count_stored(whose, streams[id].source_bytes, message_id(message), epoch.time)
                 seq = chunks[-1].last_seq if chunks else one.newest_seq
-        kept.settle(self._loop.time())
+        kept.settle(self._now_ms(), self._loop.time())
 
     # -- appends
 
@@ -215,7 +270,7 @@ class Keeper:
         append.epochs = epochs
         self._report(one, append, is_ahead=True)
         for kept in shares:
-            kept.settle(now)
+            kept.settle(now_ms, now)
         self._report(one, append, is_ahead=False)
         self._schedule()
 
@@ -312,6 +367,8 @@ class Keeper:
             for report in Frontier.FromString(message.payload).groups:
                 unreported = state.unreported.setdefault(report.group, GroupFrontier(group=report.group))
                 unreported.opened.extend(report.opened)
+                unreported.late.extend(report.late)
+                unreported.missed.extend(report.missed)
                 kept = self._kept.get(report.group)
                 for ended in report.ended:
                     if kept is not None and time_of(ended.time) in kept.spoiled:
@@ -339,9 +396,9 @@ class Keeper:
         self._timer = None
         if self._closed:
             return
-        now = self._loop.time()
+        now_ms, now = self._now_ms(), self._loop.time()
         for kept in self._kept.values():
-            kept.tick(now)
+            kept.tick(now_ms, now)
         self._report()
         self._schedule(RETRY_S if any(state.unreported for state in self._in.values()) else None)
 
@@ -365,7 +422,7 @@ class Keeper:
         now = self._loop.time()
         kept.change(caller, asked.changes, now)
         waiting = self._report()
-        kept.settle(now)
+        kept.settle(self._now_ms(), now)
         waiting += self._report()
         self._schedule()
         response = ProgressResponse(lower=kept.reported.lower, active=kept.reported.active)
@@ -387,6 +444,13 @@ def _add_unreported(report: GroupFrontier, unreported: GroupFrontier, unopened: 
                 report.opened.append(time)
     ended = [*unreported.ended, *report.ended]
     refused = [one for one in ended if time_of(one.time) in unopened and one.incomplete == REFUSED][-ACTIVE_MAX:]
+    for now, before, most in (
+        (report.late, unreported.late, LATE_REPORTED_MAX),
+        (report.missed, unreported.missed, MISSED_MAX),
+    ):
+        all = [*before, *now]
+        del now[:]
+        now.extend(all[-most:])
     del report.ended[:]
     report.ended.extend([one for one in ended if time_of(one.time) not in unopened] + refused)
     unopened.clear()

@@ -30,6 +30,7 @@ from history.epochs.frontier import (
     Spans,
     Time,
     is_ahead,
+    is_covered,
     maximal,
     minimal,
     precedes,
@@ -45,6 +46,8 @@ GROUPS_MAX: Final = 64  # that one log reports; a gateway has fewer
 UNREPORTED_MAX: Final = 1_024  # groups with records and without a frontier
 REPORTED_MAX: Final = 256  # epochs of a group whose loss was reported
 DELIVERED_MAX: Final = 4_096  # epochs of a group that may be read again, and ends of epochs with a reason
+MISSED_SPANS_MAX: Final = 256  # spans of missed buckets that are not over
+MISSED_EACH_MAX: Final = 1_000  # buckets of a span that are reported; of more, the last one instead of the others
 
 REST: Final = "it was handed over before, and this came later"
 
@@ -71,11 +74,11 @@ def is_replaced(old: Life, new: Life) -> bool:
     return old_log not in logs and (old_version <= version or log not in old_logs)
 
 
-def passed_unread(report: GroupFrontier, length: int) -> list[Time]:
+def passed_unread(report: GroupFrontier, length: int, *, others: bool = False) -> list[Time]:
     """Returns the times that were over before this frontier, which is the first one that is read of its log: they may
-    have records that are not read. Only other logs of the group can bring more of them. All have `length` numbers; 0:
-    as many as the first one."""
-    if report.number == 1 or len(report.logs) < 2:
+    have records that are not read. Only other logs of the group can bring more of them: those of its keeper, or of
+    `others`. All have `length` numbers; 0: as many as the first one."""
+    if report.number == 1 or (len(report.logs) < 2 and not others):
         return []
     passed = [time_of(one) for one in report.kept.passed if 0 < len(one.numbers) <= LENGTH_MAX]
     return [time for time in passed if len(time) == (length or len(passed[0]))]
@@ -322,6 +325,28 @@ class MergedFrontiers:
 
 
 @dataclass(slots=True)
+class MissedSpan:
+    """Buckets whose messages a keeper may have missed, as the record `by` of its log reports. `next`: the first one
+    that is not reported."""
+
+    first: int
+    last: int
+    width: int
+    why: str
+    by: Record
+    next: int
+    left: int = MISSED_EACH_MAX  # buckets that may still be reported
+
+    def covers(self, time: Time) -> bool:
+        return self.first <= time[0] <= self.last
+
+    def step(self) -> None:
+        """Go on to the next bucket, or to the last one if too many were reported."""
+        self.left -= 1
+        self.next = self.next + self.width if self.left > 1 else max(self.last, self.next + self.width)
+
+
+@dataclass(slots=True)
 class PendingEpoch:
     """Records that wait for the end of their epoch. `first`: by log as it is read, the lowest seq of them."""
 
@@ -337,6 +362,13 @@ class GroupState:
 
     filter: Antichain = NOTHING  # epochs that had begun before we read
     suspect: Antichain = NOTHING  # epochs that are covered by these, and not over, may have records in a gap
+    started: Antichain = NOTHING  # epochs up to these had begun, or were over, when reading started
+    # By log that was read only when others were already: the lower frontier at that time. Its records of other times
+    # are dropped: their epochs are delivered, or were over.
+    floors: dict[bytes, Antichain] = field(default_factory=dict)
+    missed: list[MissedSpan] = field(default_factory=list)  # buckets that are not over
+    # epochs that are not delivered and of which records came late: why they are incomplete, and the record that says so
+    late: dict[Time, tuple[str, Record]] = field(default_factory=dict)
     reported_frontiers: MergedFrontiers = field(default_factory=MergedFrontiers)
     pending: dict[Time, PendingEpoch] = field(default_factory=dict)
     incomplete: dict[Time, str] = field(default_factory=dict)  # reasons in frontiers, for epochs not delivered yet
@@ -351,14 +383,78 @@ class GroupState:
     reported: dict[Time, None] = field(default_factory=dict)  # newest epochs of which only the loss is reported
     length: int = 0  # of its times
 
-    def begin_log(self, reported: GroupFrontier, open: Iterable[Time], *, is_running: bool) -> None:
-        """Begin to read a log of which records before this are not read. `is_running`: other logs of the group are read
-        already, so `open` epochs are not dropped, but may be incomplete."""
-        passed = passed_unread(reported, self.length)
+    def begin_log(
+        self, log: bytes, keeper: KeeperAddress, reported: GroupFrontier, open: Iterable[Time], *, is_running: bool
+    ) -> None:
+        """Begin to read a log, perhaps not from its first record on. `is_running`: other logs of the group are read
+        already. Then `open` epochs are not dropped, but may be incomplete, and a new keeper joins at epochs that are
+        not over."""
+        passed = passed_unread(reported, self.length, others=is_running)
         self.length = self.length or len(next(iter(passed), ()))
         self.suspect = raised(self.suspect, [*passed, *(open if is_running else ())])
+        merged = self.reported_frontiers
+        if is_running and merged.lower and all(part.keeper != keeper for part in merged.parts.values()):
+            self.floors[log] = merged.lower
         if not is_running:
             self.filter = raised(self.filter, open)
+            over = map(time_of, reported.kept.passed)
+            self.started = raised(self.started, [*open, *(time for time in over if len(time) == self.length)])
+
+    def joined(self, log: bytes, time: Time) -> bool:
+        """Returns whether the epoch was over before this log was read."""
+        floor = self.floors.get(log)
+        return floor is not None and not is_ahead(floor, time)
+
+    def note_missed(self, reported: GroupFrontier, by: Record) -> None:
+        """Note buckets whose messages a keeper may have missed, and epochs with late records."""
+        for missed in reported.missed:
+            first, last, width = time_of(missed.first), time_of(missed.last), missed.width_ms
+            if width and len(first) == len(last) == self.length == 1 and first <= last:
+                span = MissedSpan(first[0], last[0], width, missed.incomplete, by, first[0])
+                self.missed = [*self.missed[1 - MISSED_SPANS_MAX :], span]
+                self.reported_frontiers.is_settled = False
+
+    def note_late(self, time: Time, why: str, by: Record) -> None:
+        """Note that records of an epoch that is not delivered came late."""
+        self.late[time] = why, by
+        self.reported_frontiers.is_settled = False
+        if len(self.late) > DELIVERED_MAX:
+            del self.late[next(iter(self.late))]
+
+    def why_missed(self, time: Time) -> str:
+        return next((span.why for span in self.missed if span.covers(time)), "")
+
+    def take_empty(self) -> dict[Time, str]:
+        """Returns epochs without records that are over now and whose messages may be missing, and why."""
+        found: dict[Time, str] = {}
+        is_over = self.reported_frontiers.is_over
+        for time in [one for one in self.late if is_over(one)]:
+            if time not in self.pending:
+                found[time] = self.late.pop(time)[0]
+        for span in self.missed:
+            while span.next <= span.last and is_over((span.next,)):
+                time = (span.next,)
+                span.step()
+                if time not in self.pending and self.is_unread(time):
+                    found.setdefault(time, span.why)
+        return found
+
+    def is_unread(self, time: Time) -> bool:
+        """Returns whether the epoch is one that we read, and was not delivered."""
+        return not (self.is_rest(time) or is_covered(self.started, time) or is_covered(self.filter, time))
+
+    def forget_missed(self) -> None:
+        """Forget buckets that are over, and floors that nothing is below any more."""
+        self.missed = [span for span in self.missed if span.next <= span.last]
+        for log in [*self.floors]:
+            part = self.reported_frontiers.parts.get(log)
+            if part is None or all(is_ahead(self.floors[log], time) for time in part.lower):
+                del self.floors[log]
+
+    def reports_not_over(self) -> Iterator[Record]:
+        """Yields the records that report epochs as incomplete that are not over."""
+        yield from (by for _, by in self.late.values())
+        yield from (span.by for span in self.missed)
 
     def is_rest(self, time: Time) -> bool:
         return time not in self.redelivered and time in self.finished
@@ -418,6 +514,8 @@ class GroupState:
         return {
             "filter": sorted(self.filter),
             "suspect": sorted(self.suspect),
+            "started": sorted(self.started),
+            "floors": [[log.hex(), sorted(floor)] for log, floor in sorted(self.floors.items())],
             "logs": sorted(log.hex() for log in self.reported_frontiers.parts),
             "delivered": [
                 [time, {log.hex(): seq for log, seq in last.items()}]
@@ -434,6 +532,8 @@ class GroupState:
         """Raises KeyError, TypeError or ValueError for data that is not of `save`."""
         self.filter = maximal([*self.filter, *map(restored_time, saved["filter"])])
         self.suspect = maximal(map(restored_time, saved["suspect"]))
+        self.started = maximal(map(restored_time, saved.get("started", ())))
+        self.floors = {bytes.fromhex(log): minimal(map(restored_time, floor)) for log, floor in saved.get("floors", ())}
         self.known = {bytes.fromhex(log) for log in saved["logs"]}
         self.delivered = {
             restored_time(time): {bytes.fromhex(log): int(seq) for log, seq in last.items()}
@@ -444,7 +544,9 @@ class GroupState:
         self.finished = Spans((restored_time(first), restored_time(last)) for first, last in saved["finished"])
         self.reported = dict.fromkeys(map(restored_time, saved["reported"]))
         ends = itertools.chain.from_iterable(self.finished.spans)
-        times = [*self.filter, *self.suspect, *self.delivered, *self.open, *self.reported, *ends]
+        floors = itertools.chain.from_iterable(self.floors.values())
+        times = [*self.filter, *self.suspect, *self.started, *self.delivered, *self.open, *self.reported]
+        times += [*ends, *floors]
         self.length = next(map(len, times), self.length)
         if {len(time) for time in times} - {self.length}:
             raise ValueError("times of one group have one length")

@@ -22,7 +22,8 @@ import structlog
 
 from history.file import damage as damages
 from history.log.log import Log
-from streamer.operating.states import Condition, Sample, moment
+from streamer.operating.states import Condition, Sample
+from uprotocol.uuid import moment
 
 REPORT_S: Final = 10.0  # between two log lines of an endpoint, and two writes: a flood must not wear out the flash
 # open entries with a name; further authorities share one entry for each endpoint, so that false names fill nothing

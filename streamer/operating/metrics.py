@@ -161,6 +161,11 @@ FAMILIES: Final[dict[str, tuple[type[Kinds], str, str]]] = {
     "recovery_waiting": (GAUGE, "source", "Messages that wait for those before them, which a source is asked for"),
     "epochs": (COUNTER, "group what", "Records of groups that have epochs, and how the epochs ended"),
     "epochs_open": (GAUGE, "group", "Epochs that are open"),
+    "epochs_clock_ahead_seconds": (
+        GAUGE,
+        "group",
+        "How far the fastest clock of its publishers is ahead of ours; 0: less than a bucket, or than a second",
+    ),
     "grip_items": (COUNTER, "what", "Items of GRIP channels, and what was done with them"),
     "consumers": (GAUGE, "", "Names of consumers that have an owner"),
     "gaps": (COUNTER, "", "Gaps that were reported"),
@@ -270,7 +275,9 @@ def of_log(log: Log) -> Iterator[Sample]:
 
 
 def of_epochs(keeper: Keeper) -> Iterator[Sample]:
+    ahead_ms = {group: ms for group, _, ms in keeper.clocks_ahead()}
     for kept in keeper:
+        yield "epochs_clock_ahead_seconds", (kept.group.name,), ahead_ms.get(kept.group.name, 0) / 1_000
         yield from each("epochs", (kept.group.name,), kept.counts)
         yield "epochs_open", (kept.group.name,), len(kept.frontier.seen)
 

@@ -17,9 +17,10 @@ import structlog
 
 from history.file import damage as damages
 from history.log.log import Log
-from streamer.operating.states import STREAMER, Condition, Sample, moment
+from streamer.operating.states import STREAMER, Condition, Sample
 from streamer.walk.endpoint import Endpoint
 from uprotocol import uri as uris
+from uprotocol.uuid import moment
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription.audit import Auditor
 from usubscription.service import USubscriptionService

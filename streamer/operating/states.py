@@ -15,7 +15,6 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any, Final, NamedTuple
 
@@ -32,6 +31,7 @@ from streamer.walk.endpoint import Endpoint
 from transports.listeners import TtlCounts
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
+from uprotocol.uuid import moment
 from uprotocol.v1.uri_pb2 import UUri
 
 READY: Final = "ready"
@@ -190,11 +190,6 @@ def cut(lines: Sequence[str]) -> list[str]:
 
 def cut_line(line: str) -> str:
     return line if len(line) <= LINE_CHARACTERS_MAX else line[:LINE_CHARACTERS_MAX] + "..."
-
-
-def moment(unix_ms: int) -> str:
-    """Returns the time in RFC 3339, UTC."""
-    return datetime.fromtimestamp(unix_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 # Conditions: clocks that differ, losses

@@ -20,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from history.log.log import Log
 from streamer.config import Config
 from streamer.operating.operations import Arguments, Operation, Operations
-from streamer.operating.states import STREAMER, EndpointState, States, build, cut, cut_line, moment
+from streamer.operating.states import STREAMER, EndpointState, States, build, cut, cut_line
+from uprotocol.uuid import moment
 
 if TYPE_CHECKING:
     from streamer.assembly import Attached

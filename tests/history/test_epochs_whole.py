@@ -15,7 +15,7 @@ import pytest
 
 from history.epochs.assembling import MISSED, Assembled, Assembler
 from history.epochs.frontier import Epoch, Time, precedes
-from history.epochs.groups import Group, timed
+from history.epochs.groups import Group, created_ms, timed
 from history.epochs.keeper import Keeper
 from history.log.log import Log
 from history.reading.client import HistoryClient
@@ -61,6 +61,7 @@ class World(HistoryWorld):
 
     async def begin(self, dice: random.Random, logs: int) -> None:
         self.dice, self.now_ms = dice, START_MS
+        self.stopped: list[tuple[int, int]] = []  # times, from and to, in which the gateway was not running
         made = [await Log.open(None, name=f"log{place}", now_ms=lambda: self.now_ms) for place in range(logs)]
         self.keeper = self._keeper(made)
         await self.keeper.open()
@@ -73,13 +74,16 @@ class World(HistoryWorld):
         return Keeper(FRONTIERS, [SECOND, LAP], logs, lambda: self.now_ms)
 
     async def restart_keeper(self) -> None:
-        """As after a restart of the gateway; its logs are as they were."""
+        """As after a restart of the gateway, which takes a while; its logs are as they were."""
         self.keeper.close()
         await self.service.stop()
+        self.stopped.append((self.now_ms, self.now_ms + self.dice.choice([0, 300, 2_500])))
+        self.now_ms = self.stopped[-1][1]
         self.keeper = self._keeper(self.logs)
         await self.keeper.open()
         self._arguments["keeper"] = self.keeper
         await self.serve()
+        self.keeper.listening()
 
     async def replace_log(self) -> None:
         """As after its disk was replaced; there is one log."""
@@ -185,14 +189,25 @@ class World(HistoryWorld):
             await self.restart_keeper()
 
     async def truth(self) -> dict[Epoch, set[tuple[bytes, int]]]:
-        """The records in the logs, by epoch."""
+        """The records in the logs, by the epoch that the log has assigned. `published`: of buckets, by their ids, but
+        for those that came before their time, from a clock that is too far ahead."""
         found: dict[Epoch, set[tuple[bytes, int]]] = defaultdict(set)
+        self.published: dict[Epoch, set[tuple[bytes, int]]] = defaultdict(set)
         for log in self.logs:
             for chunk in await log.read(0, max_records=1 << 20, max_bytes=1 << 30):
-                for seq, epoch in zip(chunk.seqs, chunk.epochs or [None] * len(chunk), strict=True):
+                epochs = chunk.epochs or [None] * len(chunk)
+                for seq, epoch, message in zip(chunk.seqs, epochs, chunk.messages, strict=True):
                     if epoch is not None:
                         found[epoch].add((log.incarnation, seq))
+                    if epoch is not None and epoch.group == SECOND.name:
+                        bucket = min(created_ms(message) // 1_000 * 1_000, epoch.time[0])
+                        self.published[Epoch(SECOND.name, (bucket,))].add((log.incarnation, seq))
         return found
+
+    def missed(self, epoch: Epoch) -> bool:
+        """Returns whether the gateway was not running within this bucket."""
+        begin = epoch.time[0]
+        return epoch.group == SECOND.name and any(a < begin + 1_000 and begin <= b for a, b in self.stopped)
 
 
 class Reader:
@@ -255,6 +270,7 @@ async def play(seed: int, folder: Path) -> tuple[int, int]:
         assert reader.task is not None
         assert not reader.task.done(), reader.task
         seen, plain = set[Epoch](), set[tuple[bytes, int]]()
+        came_late = {one.epoch for one in reader.has if not one.records and "came too late" in one.incomplete}
         for one in reader.has:
             records = [(record.incarnation, record.seq) for record in one.records]
             if one.epoch is None:
@@ -262,6 +278,9 @@ async def play(seed: int, folder: Path) -> tuple[int, int]:
                 plain.update(records)
                 continue
             assert len(set(records)) == len(records), f"seed {seed}: twice the same"
+            if not records:
+                assert not one.is_complete
+                continue
             assert one.epoch not in seen, f"seed {seed}: {one.epoch} comes again: {one}"
             seen.add(one.epoch)
             checked += 1
@@ -269,8 +288,17 @@ async def play(seed: int, folder: Path) -> tuple[int, int]:
             if one.is_complete:
                 lacking = truth[one.epoch] ^ set(records)
                 assert not lacking, f"seed {seed}: a part of {one.epoch}, without {lacking}"
+                if one.epoch.group == SECOND.name and one.epoch not in came_late:
+                    wrong = world.published[one.epoch] ^ set(records)
+                    assert not wrong, f"seed {seed}: {one.epoch} is whole with, or without, {wrong}"
+                    assert not world.missed(one.epoch), f"seed {seed}: {one.epoch} is whole; stopped: {world.stopped}"
         await reader.go()
-    everything = [one.epoch for one in readers[0].has if one.epoch is not None]
+    for begin, end in world.stopped:
+        for bucket in range(begin // 1_000 * 1_000, end + 1, 1_000):
+            known = Epoch(SECOND.name, (bucket,))
+            reported = known in {one.epoch for one in readers[0].has if not one.is_complete}
+            assert reported, f"seed {seed}: nothing of {known}, in which the gateway was not running"
+    everything = [one.epoch for one in readers[0].has if one.epoch is not None and one.records]
     lacking = set(truth) ^ set(everything)
     assert not lacking, f"seed {seed}: who reads from the start on has all, but {lacking}"
     in_order(everything, seed)

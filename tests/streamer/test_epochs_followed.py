@@ -29,13 +29,12 @@ from uprotocol.message import UMessageBuilder
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-WIDTH_MS = 1_000
+WIDTH_MS, BEHIND_MS = 1_000, 60_000
 EPOCHS = f"""
 [[epochs]]
 name = "second"
 topics = ["//vehicle1/8001/1/FFFF"]
 width_ms = {WIDTH_MS}
-ahead_ms = 100000000
 timeout_ms = 100000
 """
 Ids = set[bytes]
@@ -104,11 +103,12 @@ async def truth(log: Log) -> dict[Epoch, Ids]:
 
 
 class Drive:
-    """Signals whose ids carry a clock of their own, so that seconds pass as fast as they are published."""
+    """Signals whose ids carry a clock of their own, which is behind, so that seconds pass as fast as they are
+    published."""
 
     def __init__(self, pair: Pair, dice: random.Random) -> None:
         self._pair, self._dice = pair, dice
-        self.now_ms = uuids.now_ms() // WIDTH_MS * WIDTH_MS
+        self.now_ms = (uuids.now_ms() - BEHIND_MS) // WIDTH_MS * WIDTH_MS
 
     async def second(self, count: int = 20) -> int:
         """Publishes one message; returns its time."""

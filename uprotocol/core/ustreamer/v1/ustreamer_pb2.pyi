@@ -876,6 +876,37 @@ class GroupFrontier(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     @_typing.final
+    class Missed(_message.Message):
+        """Buckets whose messages the keeper may have missed, those without any record too: the first and the last of them, and their width."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        FIRST_FIELD_NUMBER: _builtins.int
+        LAST_FIELD_NUMBER: _builtins.int
+        WIDTH_MS_FIELD_NUMBER: _builtins.int
+        INCOMPLETE_FIELD_NUMBER: _builtins.int
+        width_ms: _builtins.int
+        incomplete: _builtins.str
+        """why"""
+        @_builtins.property
+        def first(self) -> Global___LogicalTime: ...
+        @_builtins.property
+        def last(self) -> Global___LogicalTime: ...
+        def __init__(
+            self,
+            *,
+            first: Global___LogicalTime | None = ...,
+            last: Global___LogicalTime | None = ...,
+            width_ms: _builtins.int = ...,
+            incomplete: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "last", b"last"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "incomplete", b"incomplete", "last", b"last", "width_ms", b"width_ms"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
     class Kept(_message.Message):
         """What the keeper needs to go on after a restart."""
 
@@ -948,9 +979,12 @@ class GroupFrontier(_message.Message):
         KIND_FIELD_NUMBER: _builtins.int
         FLOOR_FIELD_NUMBER: _builtins.int
         NEWEST_MS_FIELD_NUMBER: _builtins.int
+        COMPLETE_UNTIL_MS_FIELD_NUMBER: _builtins.int
         kind: _builtins.str
         newest_ms: _builtins.int
         """of buckets: the latest time of an id, Unix milliseconds"""
+        complete_until_ms: _builtins.int
+        """of buckets: until then the keeper has missed no message, by its clock, Unix milliseconds"""
         @_builtins.property
         def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupFrontier.Kept.Held]: ...
         @_builtins.property
@@ -975,10 +1009,11 @@ class GroupFrontier(_message.Message):
             kind: _builtins.str = ...,
             floor: _abc.Iterable[Global___LogicalTime] | None = ...,
             newest_ms: _builtins.int = ...,
+            complete_until_ms: _builtins.int = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["floor", b"floor", "held", b"held", "incomplete", b"incomplete", "kind", b"kind", "newest_ms", b"newest_ms", "passed", b"passed", "seen", b"seen"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["complete_until_ms", b"complete_until_ms", "floor", b"floor", "held", b"held", "incomplete", b"incomplete", "kind", b"kind", "newest_ms", b"newest_ms", "passed", b"passed", "seen", b"seen"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -992,6 +1027,8 @@ class GroupFrontier(_message.Message):
     LOGS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
+    MISSED_FIELD_NUMBER: _builtins.int
+    LATE_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     number: _builtins.int
     """of this log; 1: nothing of the group came before"""
@@ -1025,6 +1062,14 @@ class GroupFrontier(_message.Message):
 
     @_builtins.property
     def kept(self) -> Global___GroupFrontier.Kept: ...
+    @_builtins.property
+    def missed(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupFrontier.Missed]:
+        """known with this record"""
+
+    @_builtins.property
+    def late(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupFrontier.Ended]:
+        """With this record: epochs that were over when records of them came. These are in a later epoch, which says so when it ends."""
+
     def __init__(
         self,
         *,
@@ -1038,10 +1083,12 @@ class GroupFrontier(_message.Message):
         logs: _abc.Iterable[_builtins.bytes] | None = ...,
         version: _builtins.int = ...,
         kept: Global___GroupFrontier.Kept | None = ...,
+        missed: _abc.Iterable[Global___GroupFrontier.Missed] | None = ...,
+        late: _abc.Iterable[Global___GroupFrontier.Ended] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "ended", b"ended", "group", b"group", "kept", b"kept", "logs", b"logs", "lower", b"lower", "number", b"number", "opened", b"opened", "updates", b"updates", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "ended", b"ended", "group", b"group", "kept", b"kept", "late", b"late", "logs", b"logs", "lower", b"lower", "missed", b"missed", "number", b"number", "opened", b"opened", "updates", b"updates", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
