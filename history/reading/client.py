@@ -232,8 +232,11 @@ class Poller:
         wait_ms_max: int = WAIT_MS_MAX,
         on_connected: Callable[[bool], None] | None = None,
         rng: random.Random | None = None,
+        held_ms_max: int = 0,
     ) -> None:
-        self._client, self._on_connected = client, on_connected
+        """`held_ms_max`: how long to wait while another holder uses our consumer."""
+        self._client, self._on_connected, self._held_ms_max = client, on_connected, held_ms_max
+        self._held_since: float | None = None  # loop time; another holder uses our consumer
         self._wait_ms_max = wait_ms_max
         self.backoff = Backoff(BACKOFF_MS_MIN, BACKOFF_MS_MAX, rng if rng is not None else random.Random())
         self.wait_ms = min(wait_ms_max, max(WAIT_MS_MIN, wait_ms_max // 8))
@@ -241,6 +244,16 @@ class Poller:
         self.timeout = AnswerTimeout()
         self._before: dict[bytes, int] | None = None  # the positions of the poll before, if it was answered, and ...
         self._asked_at, self._stuck = 0.0, 0  # ... when that was; see STUCK_MAX
+
+    def asks_again(self, error: UStatusError) -> bool:
+        """Returns whether the cause of the error may end by itself."""
+        if error.code != UCode.ABORTED or not self._held_ms_max:
+            return error.code in AGAIN
+        now = asyncio.get_running_loop().time()
+        if self._held_since is None:
+            self._held_since = now
+            log.warning("another holder uses the consumer; waiting for the end of its lease", error=error.message)
+        return (now - self._held_since) * 1000 < self._held_ms_max
 
     async def command(self, request: CommandRequest) -> CommandResponse:
         """As HistoryClient.command, but waits for the answer as long as other answers take."""
@@ -266,13 +279,14 @@ class Poller:
         try:
             response = await self._client.poll(request, patience_ms=self.timeout.ms)
         except UStatusError as error:
-            if error.code not in AGAIN:
+            if not self.asks_again(error):
                 raise
             if error.code == UCode.DEADLINE_EXCEEDED:
                 self.timeout.lost()
             self.wait_ms = max(min(WAIT_MS_MIN, self._wait_ms_max), self.wait_ms // 2)
             if self.connected:
-                log.warning("the history does not answer; asking again", error=str(error))
+                if error.code in AGAIN:
+                    log.warning("the history does not answer; asking again", error=str(error))
                 self._set_connected(False)
             await self.backoff.wait()
             return None
@@ -283,7 +297,7 @@ class Poller:
             await self.backoff.wait()
             return None
         self.backoff.reset()
-        self._before = positions
+        self._before, self._held_since = positions, None
         if not self.connected:
             self._set_connected(True)
         if not response.batches and not response.gaps and not response.more and request.wait_ms:

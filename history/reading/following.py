@@ -28,6 +28,7 @@ from history.reading.client import AGAIN, WAIT_MS_MAX, AnswerTimeout, FrontierPa
 from history.records.chunk import plain_address
 from history.service.followers import WINDOW_BYTES_MAX
 from history.service.matches import PATTERNS_MAX
+from history.service.poll import CONSUMER_LEASE_MS
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     CommandRequest,
     Frame,
@@ -43,6 +44,7 @@ from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
 
 LEASE_MS: Final = 120_000  # how long the service remembers a follower that says nothing
+LEAVE_MS_MAX: Final = 1_000  # for the answer to the last poll of a holder
 ALIVE_SHARE: Final = 4  # of the lease: after this part of it a command is sent even if there is nothing to say
 FRAMES_HELD_MAX: Final = 2_048  # frames in the queue, and twice the window in bytes; a service never sends more
 # After a time without a frame, a poll checks whether one was missed: four times the usual time between frames, or that
@@ -84,6 +86,12 @@ class FollowingOptions:
     acknowledges: bool = False
     rng: random.Random | None = None
     random_bytes: Callable[[int], bytes] = os.urandom
+
+    @property
+    def held_ms_max(self) -> int:
+        """How long another holder of the consumer may be one that has died: until its lease ends, if it was like ours,
+        and a poll of it was still waiting."""
+        return (self.consumer_lease_ms or CONSUMER_LEASE_MS) + WAIT_MS_MAX if self.consumer else 0
 
     def poll_request(self) -> PollRequest:
         """Returns what all polls have in common."""
@@ -390,7 +398,7 @@ class Commands:
                     self.number = asked.number  # if the service did not count it, the next command is not known there
                     self._answer_hand_over(error)
                     return
-                if error.code not in AGAIN:
+                if not self._poller.asks_again(error):
                     raise
             await self._poller.backoff.wait()
         self.number = asked.number
@@ -446,8 +454,9 @@ class Commands:
 class Following:
     """What is followed at one service, and the answers: `async with`, then `follow` and `next`.
 
-    `mode` may be set at any time. `has_begun`: a log that the reader has no position of is a new one, to be read from
-    its beginning. `wants_frontiers`: ask for frontiers with the next answers; an answer that has them sets it to False.
+    `mode` may be set at any time. `holder`: see PollRequest; set it before the first `next`. `has_begun`: a log that
+    the reader has no position of is a new one, to be read from its beginning. `wants_frontiers`: ask for frontiers with
+    the next answers; an answer that has them sets it to False.
     `counts`: commands, retold (the service had forgotten us), polls, frames, repeated, missed (frames before which one
     was missing), quiet (polls because nothing came), pushes, overrun.
 
@@ -468,10 +477,17 @@ class Following:
     ) -> None:
         options = self._options = options if options is not None else FollowingOptions()
         self.mode: FollowMode = options.mode
+        self.holder = ""
         self.has_begun = self.wants_frontiers = False
         self.counts = counts = Counter[str]()
         self._client, self._base = client, options.poll_request()
-        self._poller = Poller(client, wait_ms_max=options.wait_ms_max, on_connected=on_connected, rng=options.rng)
+        self._poller = Poller(
+            client,
+            wait_ms_max=options.wait_ms_max,
+            on_connected=on_connected,
+            rng=options.rng,
+            held_ms_max=options.held_ms_max,
+        )
         self._frontiers = FrontierPages(client.authority)
         self._pushed = PushedFrames(
             client, self._poller.timeout, counts, options, on_request=lambda: self.commands.woken.set()
@@ -512,6 +528,20 @@ class Following:
         """The service forgets us when our lease ends."""
         await self.commands.close()
         self._pushed.end()
+
+    async def leave(self, acked: Positions) -> None:
+        """After the end: let the next holder use the consumer at once, whose cursor is at `acked`. Best effort."""
+        if not (self._base.consumer and self.holder and self.connected):
+            return
+        asked = PollRequest(consumer=self._base.consumer, lease_ms=self._base.lease_ms, max_records=1)
+        asked.holder, asked.leaves = self.holder, True
+        for positions in (asked.positions, asked.until, asked.acked):  # reads nothing
+            positions.extend(Position(incarnation=one, seq=seq) for one, seq in acked.items())
+        for follower in (self.commands.follower, b"") if self._pushed.is_requested else (b"",):
+            asked.follower = follower  # whose push ends, too, if the service has got the command that began it
+            with contextlib.suppress(UStatusError):
+                await self._client.poll(asked, patience_ms=LEAVE_MS_MAX)
+                return
 
     # -- what is followed
 
@@ -612,6 +642,8 @@ class Following:
     def _request(self, state: ReaderState) -> PollRequest:
         request = PollRequest()
         request.CopyFrom(self._base)
+        if request.consumer:
+            request.holder = self.holder
         if self.has_begun:
             request.earliest = True
         request.positions.extend(state.request())

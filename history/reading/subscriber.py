@@ -26,6 +26,7 @@ from history.epochs.assembling import Assembled, Assembler
 from history.reading.acceptor import Accepted, Acceptor, Positions, ReaderState, Record
 from history.reading.client import WAIT_MS_MAX, HistoryClient
 from history.reading.following import Following, FollowingOptions, FollowMode
+from history.service.consumers import checked_holder
 from history.service.matches import HIDDEN, PATTERNS_MAX
 from storage.disk import REAL_DISK
 from uprotocol import uri as uris
@@ -39,17 +40,20 @@ from uprotocol.v1.uri_pb2 import UUri
 BATCHES_AHEAD_MAX: Final = 2
 # between two writes of the file; records after the last write come again after a restart
 CURSOR_SAVE_MS: Final = 1_000
+HOLDER_BYTES: Final = 8  # of a random name
 
 log = structlog.get_logger()
 
 
 class CursorFile:
     """A ReaderState in a file that is replaced atomically. `load` and `save`
-    block. `epochs`: what an Assembler keeps with them, as it was loaded."""
+    block. `epochs`: what an Assembler keeps with them, as it was loaded. `holder`: who reads with this file; it is
+    saved with them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.epochs: dict[str, Any] | None = None
+        self.holder = ""
 
     def load(self) -> ReaderState:
         """Returns an empty state if there is no file. Raises INVALID_ARGUMENT if the file is not a cursor file."""
@@ -59,6 +63,7 @@ class CursorFile:
             return ReaderState()
         try:
             state, self.epochs = cursor_of(text)
+            self.holder = checked_holder(str(json.loads(text).get("holder", "")))
             return state
         except UStatusError as error:
             what = f"{self._path} is not a cursor file ({error.message}): delete it to start from the beginning"
@@ -67,11 +72,11 @@ class CursorFile:
     def save(self, state: ReaderState, epochs: dict[str, Any] | None = None) -> None:
         """Raises OSError."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        REAL_DISK.replace_text(self._path, cursor_text(state, epochs))
+        REAL_DISK.replace_text(self._path, cursor_text(state, epochs, self.holder))
 
 
-def cursor_text(state: ReaderState, epochs: dict[str, Any] | None = None) -> str:
-    """Returns JSON from which `cursor_of` reads the same."""
+def cursor_text(state: ReaderState, epochs: dict[str, Any] | None = None, holder: str = "") -> str:
+    """Returns JSON from which `cursor_of` reads the same, without the holder."""
     content = {
         "positions": {incarnation.hex(): seq for incarnation, seq in state.positions.items()},
         "known": {
@@ -80,6 +85,7 @@ def cursor_text(state: ReaderState, epochs: dict[str, Any] | None = None) -> str
         },
         "idle": sorted(incarnation.hex() for incarnation in state.idle),
         **({} if epochs is None else {"epochs": epochs}),
+        **({"holder": holder} if holder else {}),
     }
     return json.dumps(content)
 
@@ -118,11 +124,13 @@ class GaplessSubscriber:
 
     `cursor`: of another one, instead of the file. Without a cursor it begins after `positions`; in other logs at
     `start`, a PollRequest of which only `start` is read (default: earliest). A log that is created later is read whole.
-    `consumer` names a cursor at the service that holds retention while we poll. A batch counts as taken when the next
-    one is asked for. `on_gap(gap)` is called for records that can never be read, `on_connected(bool)` when the service
-    begins or stops to answer; both on the loop. The same is in `gaps` (a count) and `connected`. While the service does
-    not answer it is asked again after growing, random pauses; any other error ends the iteration. `next_batch` and
-    `commit` are the interface below the iteration.
+    `consumer` names a cursor at the service that holds retention while we poll. One reader at a time may use it:
+    another one waits for its lease (`lease_ms`, and 30 s), then ends with ABORTED. `holder` is the reader's name there;
+    by default a random one, which `cursor_path` keeps. A batch counts as taken when the next one is asked for.
+    `on_gap(gap)` is called for records that can never be read, `on_connected(bool)` when the service begins or stops to
+    answer; both on the loop. The same is in `gaps` (a count) and `connected`. While the service does not answer it is
+    asked again after growing, random pauses; any other error ends the iteration. `next_batch` and `commit` are the
+    interface below the iteration.
 
     `mode`: how records come, see Following. It may be set at any time; no record is lost or repeated by that. Pushes
     need a client with `frames`. With `sample_period_ms` each topic has at most one record in each period.
@@ -147,6 +155,7 @@ class GaplessSubscriber:
         start: PollRequest | None = None,
         positions: Positions | None = None,
         consumer: str = "",
+        holder: str = "",
         lease_ms: int = 0,
         cursor_path: Path | str | None = None,
         cursor: str = "",
@@ -173,6 +182,7 @@ class GaplessSubscriber:
         self._has_taken = False  # epochs were taken since the file was written
         self._is_stale = False  # ... or since `_state` was computed
         self._file = CursorFile(Path(cursor_path)) if cursor_path is not None else None
+        self._consumer, self._holder, self._random_bytes = consumer, checked_holder(holder), random_bytes
         self._cursor = cursor
         self._on_gap = on_gap
         self._following = Following(
@@ -249,6 +259,8 @@ class GaplessSubscriber:
             self._saved, epochs = await asyncio.to_thread(self._file.load), self._file.epochs
         elif self._cursor:
             self._saved, epochs = cursor_of(self._cursor)
+        if self._consumer:
+            await self._take_holder(epochs)
         if self._saved.positions:
             self._state = self._saved.copy()
             self._acceptor = Acceptor(state=self._state)
@@ -259,6 +271,14 @@ class GaplessSubscriber:
         self._following.wants_frontiers = self._assembler is not None
         self._puller = asyncio.create_task(self._pull(), name="gapless subscriber")
         return self
+
+    async def _take_holder(self, epochs: dict[str, Any] | None) -> None:
+        file = self._file
+        known = self._holder or (file.holder if file is not None else "")
+        self._following.holder = holder = known or self._random_bytes(HOLDER_BYTES).hex()
+        if file is not None and file.holder != holder:  # before it is used: after a crash we must be the same one
+            file.holder = holder
+            await self._write(file, self._saved, epochs)
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
@@ -276,6 +296,7 @@ class GaplessSubscriber:
         # for a call that waits for a batch
         self._queue.put_nowait(UStatusError(UCode.CANCELLED, "the subscriber was closed"))
         await self._save()
+        await self._following.leave(self._acked)
 
     # -- for the application
 
@@ -418,12 +439,15 @@ class GaplessSubscriber:
 
     # -- pulling
 
+    @property
+    def _acked(self) -> Positions:
+        return (self._taken if self._file is None else self._saved).positions
+
     async def _pull(self) -> None:
         try:
             async with self._following as following:
                 while True:
-                    acked = (self._taken if self._file is None else self._saved).positions
-                    response = await following.next(self._acceptor.state, acked)
+                    response = await following.next(self._acceptor.state, self._acked)
                     if response is None:
                         continue
                     accepted = self._acceptor.accept(response)

@@ -3,6 +3,7 @@
 poll with a consumer -> require: own name | free -> bind (quota) | of another owner: PERMISSION_DENIED
                                  '-- in use by another holder until its lease ends: ABORTED
 lease over for a long time -> the name is free again      operator -> release
+A holder that leaves makes room for the next one at once; the cursor goes on holding retention for its lease.
 
 Owners are rows beside the cursors, in the log that survives a restart: `owner:AUTHORITY/UE_TYPE/NAME`, and the holder
 behind it in a line of its own. They do not hold retention.
@@ -134,11 +135,14 @@ class Consumers:
         left_ms = 0 if held is None or held.holder == holder else held.until_ms - self._now_ms()
         if held is not None and left_ms > 0:
             what = f"the consumer {consumer!r} is in use by {held.holder!r} ({self._owners[consumer]})"
-            raise UStatusError(UCode.ABORTED, f"{what} until its lease ends in {math.ceil(left_ms / 1000)} s")
+            what += f" until its lease ends in {math.ceil(left_ms / 1000)} s: a second reader needs a name of its own"
+            raise UStatusError(UCode.ABORTED, what)
 
-    def hold(self, consumer: str, owner: Owner, log: Log, seq: int, lease_ms: int, holder: str = "") -> None:
-        """Set the cursor; a free name is bound to `owner`, and used by `holder` until the lease ends. Raises the errors
-        of `require`, and RESOURCE_EXHAUSTED."""
+    def hold(
+        self, consumer: str, owner: Owner, log: Log, seq: int, lease_ms: int, holder: str = "", *, leaves: bool = False
+    ) -> None:
+        """Set the cursor; a free name is bound to `owner`, and used by `holder` until the lease ends, or no more if it
+        `leaves`. Raises the errors of `require`, and RESOURCE_EXHAUSTED."""
         self.require(consumer, owner, holder)
         if self._owners.get(consumer) != owner:
             self._bind(consumer, owner)
@@ -146,7 +150,8 @@ class Consumers:
             self._save(consumer, owner)
         log.cursors.set(cursor_name(consumer), min(max(seq, log.floor_seq), log.newest_seq), lease_ms=lease_ms)
         if holder:
-            self._use(consumer, owner, NameUse(holder, self._now_ms() + lease_ms if lease_ms > LEAVES_MS else 0))
+            is_over = leaves or lease_ms <= LEAVES_MS
+            self._use(consumer, owner, NameUse(holder, 0 if is_over else self._now_ms() + lease_ms))
 
     def release(self, consumer: str) -> Owner:
         """Free the name: the next caller that uses it owns it, and continues at its cursor. Returns the old owner.

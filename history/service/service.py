@@ -276,6 +276,8 @@ class HistoryService:
                 poll = Poll(valid, sight, follower.matches_for(sight), follower)
             if asked.consumer:
                 self.consumers.require(asked.consumer, Owner.of(valid.source), asked.holder)
+            if follower is not None and asked.leaves:
+                follower.stop_push()
             if valid.acked and self._handing_over is not None:
                 self._handing_over.acknowledged(valid.source, valid.acked)
         await (self._answer(poll) if follower is None else self.followers.answer(follower, poll))
@@ -331,14 +333,14 @@ class HistoryService:
         """Let the consumer's cursor hold retention: at its acknowledged position, else at its last position, else at
         the begin of the poll."""
         request = poll.request
-        consumer, owner, lease_ms = request.asked.consumer, Owner.of(request.source), request.lease_ms
+        asked, owner, lease_ms = request.asked, Owner.of(request.source), request.lease_ms
         if lease_ms > LEAVES_MS:
             lease_ms += int(request.wait_ms)
         for log, position in poll.positions.items():
-            known = log.cursors.seq(cursor_name(consumer))
+            known = log.cursors.seq(cursor_name(asked.consumer))
             seq = request.acked.get(log.incarnation, position if known is None else known)
             seq = min(seq, poll.agreed.get(log.incarnation, seq))
-            self.consumers.hold(consumer, owner, log, seq, lease_ms, request.asked.holder)
+            self.consumers.hold(asked.consumer, owner, log, seq, lease_ms, asked.holder, leaves=asked.leaves)
         poll.response.lease_ms = request.lease_ms
 
     # -- polls that wait

@@ -150,7 +150,8 @@ async def test_while_its_lease_lives_a_name_is_of_one_holder(tmp_path: Path) -> 
         named = Consumers([log], clock)
         named.hold("job", owner, log, 0, 60_000, "a")
         clock.ms += 18_000
-        what = "the consumer 'job' is in use by 'a' (//cloud/20) until its lease ends in 42 s"
+        what = "the consumer 'job' is in use by 'a' (//cloud/20) until its lease ends in 42 s: "
+        what += "a second reader needs a name of its own"
         assert aborted(lambda: named.require("job", owner, "b")) == what
         assert aborted(lambda: named.hold("job", owner, log, 0, 1, "b")) == what
         assert code_of(lambda: named.require("job", Owner.of(OTHER), "a")) == UCode.PERMISSION_DENIED
@@ -421,6 +422,7 @@ def wild_poll(seed: int, incarnation: bytes) -> PollRequest:
         )
 
     asked = PollRequest(consumer=rng.choice(["", "c", "c\x00", "\N{BELL}" * 300]))
+    asked.leaves = rng.random() < 0.2
     asked.holder, asked.plan_records = rng.choice(["", "", "h", "\N{BELL}"]), rng.choice([0, 0, *WILD])
     for name in ("max_records", "max_bytes", "wait_ms", "lease_ms"):
         setattr(asked, name, rng.choice([0, 1, 20]) if name == "wait_ms" else rng.choice(WILD))

@@ -419,6 +419,7 @@ class PollRequest(_message.Message):
     FRONTIERS_PAGE_FIELD_NUMBER: _builtins.int
     PLAN_RECORDS_FIELD_NUMBER: _builtins.int
     HOLDER_FIELD_NUMBER: _builtins.int
+    LEAVES_FIELD_NUMBER: _builtins.int
     earliest: _builtins.bool
     """the default"""
     latest: _builtins.bool
@@ -447,6 +448,8 @@ class PollRequest(_message.Message):
     """Answer `plan` instead of records: a cut after each `plan_records` records that match, as many as `max_records` covers (0: 1,000,000)."""
     holder: _builtins.str
     """Who uses `consumer`, in up to 64 printable characters: while a lease of another holder lasts, ABORTED. Empty: anybody."""
+    leaves: _builtins.bool
+    """`holder` uses `consumer` no more: another one may at once. The cursor holds retention as long as `lease_ms` says. A push of `follower` ends."""
     @_builtins.property
     def topics(self) -> _containers.RepeatedCompositeFieldContainer[_uri_pb2.UUri]:
         """patterns; none means every topic"""
@@ -489,10 +492,11 @@ class PollRequest(_message.Message):
         frontiers_page: _builtins.bytes = ...,
         plan_records: _builtins.int = ...,
         holder: _builtins.str = ...,
+        leaves: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after_message_id", b"after_message_id", "after_time", b"after_time", "earliest", b"earliest", "latest", b"latest", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "after_message_id", b"after_message_id", "after_time", b"after_time", "consumer", b"consumer", "earliest", b"earliest", "follower", b"follower", "frontiers", b"frontiers", "frontiers_page", b"frontiers_page", "holder", b"holder", "latest", b"latest", "lease_ms", b"lease_ms", "max_bytes", b"max_bytes", "max_records", b"max_records", "number", b"number", "plan_records", b"plan_records", "positions", b"positions", "start", b"start", "topics", b"topics", "until", b"until", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "after_message_id", b"after_message_id", "after_time", b"after_time", "consumer", b"consumer", "earliest", b"earliest", "follower", b"follower", "frontiers", b"frontiers", "frontiers_page", b"frontiers_page", "holder", b"holder", "latest", b"latest", "lease_ms", b"lease_ms", "leaves", b"leaves", "max_bytes", b"max_bytes", "max_records", b"max_records", "number", b"number", "plan_records", b"plan_records", "positions", b"positions", "start", b"start", "topics", b"topics", "until", b"until", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_start: _TypeAlias = _typing.Literal["earliest", "latest", "after_time", "after_message_id"]  # noqa: Y015
     _WhichOneofArgType_start: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
