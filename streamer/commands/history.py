@@ -49,10 +49,12 @@ def history_(
 ) -> None:
     """Show a streamer's history over the network: an overview of its topics, the records, or the frontiers of epochs.
 
+    --config takes the network from the file of the streamer on this machine, or of one that follows it; elsewhere say
+    --transport zenoh --authority vehicle1 --set 'connect=["tcp/HOST:7447"]'.
+
     verify reads everything in its data_dir and reports damage (exit code 1); acknowledge marks damage as seen.
 
-    Example: [bold]up-streamer history vehicle1 -t zenoh -a vehicle1 -s 'connect=["tcp/127.0.0.1:7447"]' --poll --limit
-    10[/]
+    Example: [bold]up-streamer history vehicle1 --config vehicle.toml --poll --limit 10[/]
     """
     if service in ("verify", "acknowledge"):
         (_verify if service == "verify" else _acknowledge)(DataDir(data_dir, where.config).log, as_json)
@@ -60,7 +62,7 @@ def history_(
     if epochs and (poll or topics):
         raise Misuse("--epochs shows how far groups have come: say it without --poll, and without topics")
     logs.configure()
-    network, patterns = where.network(), list(map(uri_of, topics or []))
+    network, patterns = where.network(to=service), list(map(uri_of, topics or []))
     streamer = ids.at(service)
     if epochs:
         _show_epochs(terminal.finish(_frontiers(network, streamer)), as_json)
@@ -154,7 +156,8 @@ def _show_epochs(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print(json.dumps({"groups": rows}))
     elif not rows:
-        terminal.out.print("no group of topics has epochs here, or none that you may read")
+        what = "none of its topics has had a record, it has no [[epochs]], or none that you may read"
+        terminal.out.print(f"no group of topics has epochs here: {what}", markup=False)
     else:
         _show("epochs", list(map(_shown, rows)))
 

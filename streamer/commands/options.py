@@ -67,12 +67,14 @@ class Where:
         Path | None, typer.Option("--config", "-c", help="Take the network from a streamer's TOML file ...")
     ] = None
     endpoint: Annotated[
-        str | None, typer.Option("--endpoint", "-e", help="... and this endpoint of it.", autocompletion=endpoints)
+        str | None,
+        typer.Option("--endpoint", "-e", help="... and this endpoint, if it has several.", autocompletion=endpoints),
     ] = None
     entity: Annotated[str, typer.Option("--entity", help="Our uEntity id, hexadecimal.")] = f"{ENTITY:X}"
 
-    def network(self, authority: str | None = None) -> Network:
-        """Returns the network. `authority`: default of --authority. Raises Misuse, and what `network_of` raises."""
+    def network(self, authority: str | None = None, *, to: str = "") -> Network:
+        """Returns the network. `authority`: default of --authority. `to`: an authority that is there; it says which of
+        several endpoints is meant without --endpoint. Raises Misuse, and what `network_of` raises."""
         authority = self.authority or authority
         try:
             ue_id = int(self.entity, 16)
@@ -80,14 +82,14 @@ class Where:
             raise Misuse(f"--entity is a hexadecimal number, got {self.entity!r}") from None
         given = parse_settings(self.settings or [])
         if self.config is not None:
-            if self.endpoint is None or self.transport is not None:
-                raise Misuse("say --config FILE with --endpoint NAME and without --transport")
-            found = network_of(self.config, self.endpoint, authority, ue_id)
+            if self.transport is not None:
+                raise Misuse("say either --config FILE or --transport NAME: both name a network")
+            found = network_of(self.config, self.endpoint, authority, ue_id, to=to)
             return dataclasses.replace(found, settings={**found.settings, **given})
         if self.transport is None or authority is None:
             raise Misuse(
-                "say which network: --transport NAME --authority WHO [--set KEY=VALUE ...], or --config FILE "
-                "--endpoint NAME"
+                "say which network: --config FILE of a streamer there [--endpoint NAME], or --transport NAME "
+                "--authority WHO [--set KEY=VALUE ...]"
             )
         return Network(self.transport, authority, given, ue_id)
 
@@ -246,18 +248,24 @@ class Network:
             yield transport
 
 
-def network_of(path: Path, endpoint: str, authority: str | None, entity: int) -> Network:
-    """Returns the network of an endpoint in a streamer's configuration. We connect where the streamer listens.
+def network_of(path: Path, endpoint: str | None, authority: str | None, entity: int, *, to: str = "") -> Network:
+    """Returns the network of an endpoint in a streamer's configuration; without `endpoint`, of the only one, or of that
+    where the authority `to` is. We connect where the streamer listens.
 
     Raises Misuse; NOT_FOUND for an unknown endpoint.
     """
     config = load(path)
-    section = next((one for one in config.endpoint if one.name == endpoint), None)
-    if section is None:
-        raise UStatusError(
-            UCode.NOT_FOUND,
-            f"{path} has no endpoint {endpoint!r}; there are {', '.join(one.name for one in config.endpoint)}",
-        )
+    names = ", ".join(one.name for one in config.endpoint)
+    if endpoint is None:
+        section = _endpoint_to(config, to)
+        if section is None:
+            raise Misuse(f"{path} has several endpoints: say which one with --endpoint NAME: {names}")
+        if section is not config.home:  # as the streamer itself, which the others there know
+            authority = authority or config.authority
+    else:
+        section = next((one for one in config.endpoint if one.name == endpoint), None)
+        if section is None:
+            raise UStatusError(UCode.NOT_FOUND, f"{path} has no endpoint {endpoint!r}; there are {names}")
     settings = dict(section.settings)
     if section.transport == "zenoh" and settings.get("listen"):
         settings["connect"] = [*settings.get("connect", []), *settings.pop("listen")]
@@ -267,8 +275,15 @@ def network_of(path: Path, endpoint: str, authority: str | None, entity: int) ->
         settings.pop(own, None)
     named = [one for one in section.authorities if not uris.is_pattern(one)]
     if authority is None and not named:
-        raise Misuse(f"endpoint {endpoint!r} names no authority: say who you are with --authority")
+        raise Misuse(f"endpoint {section.name!r} names no authority: say who you are with --authority")
     return Network(section.transport, authority or named[0], settings, entity)
+
+
+def _endpoint_to(config: configs.Config, authority: str) -> configs.EndpointSection | None:
+    if len(config.endpoint) == 1:
+        return config.endpoint[0]
+    there = [one for one in config.endpoint if authority and uris.is_one_of(authority, set(one.authorities))]
+    return min(there, key=lambda one: authority not in one.authorities, default=None)
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, Any]:

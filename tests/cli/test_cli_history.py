@@ -14,9 +14,11 @@ from typer.testing import CliRunner, Result
 
 from history.log.log import Log
 from streamer.commands import cli, history
+from streamer.commands.options import Network
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import LogState, TopicState
 from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.v1.uri_pb2 import UUri
 
 TOPIC = uris.parse("//vehicle1/8001/1/8001")
 CONFIG = (
@@ -155,3 +157,46 @@ async def test_tables_have_an_end_however_many_topics_there_are(
         out = capsys.readouterr().out
         assert [line.strip() for line in out.splitlines() if line.strip().startswith("topics")] == titles
         assert out.count("up://vehicle1/8001/1/") == count
+
+
+TWO = (
+    CONFIG
+    + '[[endpoint]]\nname = "far"\ntransport = "mqtt5"\nauthorities = ["hub", "*.depot", "bus.depot"]\n'
+    + 'settings = { host = "127.0.0.1" }\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "service", "transport"),
+    [
+        (CONFIG, "vehicle1", "local"),
+        (CONFIG, "elsewhere", "local"),  # the only one
+        (TWO, "vehicle1", "local"),  # the streamer itself
+        (TWO, "hub", "mqtt5"),  # asked by the streamer, whom the hub knows
+        (TWO, "tram.depot", "mqtt5"),
+    ],
+)
+def test_the_file_of_a_streamer_is_enough_to_ask_a_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, service: str, transport: str
+) -> None:
+    """docs/epochs.md: `history vehicle1 --epochs --config gateway.toml`, from any folder."""
+    (tmp_path / "gateway.toml").write_text(text.replace("{folder}", "data"))
+    asked: list[str] = []
+
+    async def frontiers(network: Network, streamer: UUri) -> list[dict[str, Any]]:
+        asked.extend([network.transport, network.authority, streamer.authority_name])
+        return []
+
+    monkeypatch.setattr(history, "_frontiers", frontiers)
+    shown = run(service, "--epochs", "--config", tmp_path / "gateway.toml")
+    assert shown.exit_code == 0, shown.output
+    assert asked == [transport, "vehicle1", service]
+    assert "none of its topics has had a record" in shown.stdout
+
+
+def test_a_history_without_a_network_says_how_to_name_one(tmp_path: Path) -> None:
+    assert "--config FILE of a streamer there" in run("vehicle1", "--epochs").output
+    (tmp_path / "gateway.toml").write_text(TWO.replace("{folder}", "data"))
+    shown = run("other", "--epochs", "--config", tmp_path / "gateway.toml")
+    assert shown.exit_code == 2
+    assert "say which one with --endpoint NAME: v, far" in " ".join(shown.output.split())

@@ -107,6 +107,16 @@ MISTAKES: dict[str, tuple[list[list[str]], int, str]] = {
         "INVALID_ARGUMENT",
     ),
     "a network that is not named": (ON_A_NETWORK, 2, "INVALID_ARGUMENT"),
+    "a network that is named twice": (
+        each(ON_A_NETWORK, "-c", "one.toml", "-t", "local", "-a", "vehicle1"),
+        2,
+        "INVALID_ARGUMENT",
+    ),
+    "a file with several networks": (
+        [*each(ON_A_NETWORK[:-1], "-c", "one.toml"), ["history", "other", "-c", "one.toml"]],
+        2,
+        "INVALID_ARGUMENT",
+    ),
     "a file that is not there": (
         [
             *(

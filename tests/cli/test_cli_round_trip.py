@@ -180,8 +180,10 @@ async def test_everything_from_a_terminal(terminal: Terminal) -> None:
     topic = ["up://vehicle1/8002/1/8001", *terminal.config]
     (sent,), _ = await terminal.run("publish", *topic, "--text", "one of a minute", "--json")
     await terminal.until('epochs_open{group="minute"}', 1)
-    (reported,), _ = await terminal.run("history", "vehicle1", *terminal.cloud, "--epochs", "--json")
-    (group,) = reported["groups"]
+    file = str(terminal.folder / "gateway.toml")
+    for there in (terminal.cloud, ["--config", file], terminal.config):  # as docs/epochs.md says, and otherwise
+        (reported,), _ = await terminal.run("history", "vehicle1", *there, "--epochs", "--json")
+        (group,) = reported["groups"]
     minute = int(sent["id"].replace("-", "")[:12], 16) // 60_000 * 60_000
     assert (group["group"], group["by"], group["kept by"]) == ("minute", "bucket", "//vehicle1/4/1/0")
     assert group["lower"] == group["upper"] == group["open"] == [[minute]]
