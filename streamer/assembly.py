@@ -30,6 +30,7 @@ from streamer.egress.pump import Pump
 from streamer.egress.sender import Express
 from streamer.following.follows import Follows
 from streamer.following.handover import HandOvers
+from streamer.following.kept import TopicsKept
 from streamer.letters.dead_letter import DeadLetters
 from streamer.lifecycle import EmbeddedUSubscription
 from streamer.operating.control import Control
@@ -300,6 +301,7 @@ class Assembly:
             handing_over=self.handovers,
             keeper=keeper,
             followed=self.follows.services,
+            keeping=TopicsKept(self.view, self.logs, self.follows),
         )
         self.rules.on_change += [self.history.followers.sights_changed, self.follows.rules_changed]
         self.edge = HttpEdge(config, self._edge_handlers)

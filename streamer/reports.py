@@ -161,6 +161,7 @@ class ReportingAssembly(Assembly):
             *parts.notes_of(self.config, self.endpoints, self.rules),
             *unknown_authorities(self.config, self.endpoints),
             *self.without_rule.notes(),
+            *self.follows.notes(),
             *self.unmatched.notes(),
             *self.ledger.notes(),
             *self.paused.notes(),

@@ -45,6 +45,7 @@ from uprotocol.v1.uuid_pb2 import UUID
 
 LEASE_MS: Final = 120_000  # how long the service remembers a follower that says nothing
 LEAVE_MS_MAX: Final = 1_000  # for the answer to the last poll of a holder
+LOOKS_AGAIN_S: Final = 6.0  # after an answer that names other topics as not kept than the one before
 ALIVE_SHARE: Final = 4  # of the lease: after this part of it a command is sent even if there is nothing to say
 FRAMES_HELD_MAX: Final = 2_048  # frames in the queue, and twice the window in bytes; a service never sends more
 # After a time without a frame, a poll checks whether one was missed: four times the usual time between frames, or that
@@ -288,10 +289,14 @@ class Commands:
         on_denied: Callable[[UUri], None],
         on_forgotten: Callable[[], None],
         on_confirmed: Callable[[Sequence[UUri], UUID], None],
+        on_not_kept: Callable[[Sequence[UUri]], None] | None,
     ) -> None:
         self._poller, self._pushed, self._counts = poller, pushed, counts
         self._options, self._lease_ms = options, options.lease_ms
         self._on_denied, self._on_forgotten, self._on_confirmed = on_denied, on_forgotten, on_confirmed
+        self._on_not_kept = on_not_kept
+        self._not_kept: list[UUri] = []
+        self._again_s = 0.0  # the next command is due then at the latest; 0: when the lease asks for it
         self.topics: dict[bytes, tuple[UUri, int]] = {}
         self.acked: Positions = {}
         self.error: Exception | None = None
@@ -371,7 +376,7 @@ class Commands:
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._lease_ms / ALIVE_SHARE / 1_000):
+                    async with asyncio.timeout(self._again_s or self._lease_ms / ALIVE_SHARE / 1_000):
                         await self.woken.wait()
                 self.woken.clear()
                 is_needed = not self._options.names_topics or self._pushed.subscription or self._pushed.request
@@ -409,6 +414,10 @@ class Commands:
         if answer.lease_ms:
             self._lease_ms = answer.lease_ms
         self._on_confirmed(changes, answer.done)
+        if asked.asks_kept and self._on_not_kept is not None:
+            self._again_s = LOOKS_AGAIN_S if self._not_kept != list(answer.not_kept) else 0.0
+            self._not_kept = list(answer.not_kept)
+            self._on_not_kept(self._not_kept)
         if not self._unsent:
             self._confirmed.set()
         if asked.HasField("hand_over"):
@@ -431,6 +440,7 @@ class Commands:
             self.woken.set()
             return asked, changes
         asked.MergeFrom(self._pushed.take_request())
+        asked.asks_kept = self._on_not_kept is not None
         asked.acked.extend(self.acked_positions())
         if self._hand_over is not None and changes:  # in a command of its own: it may be refused, the changes are not
             self.woken.set()
@@ -463,6 +473,7 @@ class Following:
     `on_denied(topic)` is called for a topic that we may not see; `on_forgotten()` if the service was restarted, or our
     lease had ended. An exception that they raise ends this; otherwise everything is sent again. `on_confirmed(topics,
     done)`: from now on the service follows these topics, or no longer, for messages with an id later than `done`.
+    `on_not_kept(topics)`, with each answer to a command: of what is followed, the service keeps nothing of `topics`.
     """
 
     def __init__(
@@ -474,6 +485,7 @@ class Following:
         on_denied: Callable[[UUri], None] = lambda _: None,
         on_forgotten: Callable[[], None] = lambda: None,
         on_confirmed: Callable[[Sequence[UUri], UUID], None] = lambda *_: None,
+        on_not_kept: Callable[[Sequence[UUri]], None] | None = None,
     ) -> None:
         options = self._options = options if options is not None else FollowingOptions()
         self.mode: FollowMode = options.mode
@@ -492,7 +504,9 @@ class Following:
         self._pushed = PushedFrames(
             client, self._poller.timeout, counts, options, on_request=lambda: self.commands.woken.set()
         )
-        self.commands = Commands(self._poller, self._pushed, counts, options, on_denied, on_forgotten, on_confirmed)
+        self.commands = Commands(
+            self._poller, self._pushed, counts, options, on_denied, on_forgotten, on_confirmed, on_not_kept
+        )
         self._interrupted = asyncio.Event()  # the poll that is running is given up
         self._additions = 0  # how often a topic was added
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import Final, NamedTuple
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator
+from typing import Final, NamedTuple, Protocol
 
 import structlog
 
@@ -51,6 +51,10 @@ TELL_SHARE: Final = 4  # the follower is asked for its progress after each quart
 PUSH_WAIT_MS: Final = 10_000  # an empty frame is sent when nothing has come for this long
 FRAME_TTL_MS: Final = 10_000  # the follower has polled the content of an older frame
 RETRY_S: Final = 1.0  # after a refusal that is temporary
+
+NOT_KEPT_MAX: Final = 100  # topics in an answer
+KEPT_STEP: Final = 64  # topics in one step of the loop, some 1 ms
+KEPT_S: Final = 5.0  # between two looks of one follower: a quarter of TOPICS_MAX takes 0.3 s of the processor
 
 log = structlog.get_logger()
 
@@ -168,6 +172,17 @@ class Pushing:
         return True
 
 
+class Keeping(Protocol):
+    """Says which topics enter the logs. `version` changes whenever an answer of `keeps` may change."""
+
+    @property
+    def version(self) -> Hashable: ...
+
+    def keeps(self, topic: UUri, sees: Callable[[UUri], bool]) -> bool:
+        """Returns whether a topic, or anything that a pattern matches, is kept. `sees(topic)`: whether the caller may
+        know of a topic."""
+
+
 class Thinning:
     """Keeps at most one record of a topic in each of its sample periods, by append time: the first one. It depends on
     the log alone, so a repeated request has the same answer. Made for one answer. A record that is left out is no gap:
@@ -230,6 +245,9 @@ class Follower:
     def __init__(self, key: FollowerKey, caller: UUri, matches: Matches, sight: Sight, lease_ms: int) -> None:
         self.key, self.caller, self.lease_ms = key, caller, lease_ms
         self.number, self.answer = 0, CommandResponse()
+        self.not_kept: list[UUri] = []  # at the last look, ...
+        self.kept_as_of: Hashable = None  # ... as of this version; None: the topics have changed since
+        self.next_look = 0.0  # loop time
         self.was_denied = False  # a topic that its caller may not see
         self.ends_at = 0.0  # loop time
         self.topics: dict[bytes, int] = {}
@@ -256,6 +274,7 @@ class Follower:
         streams once."""
         is_new_match = False
         for address, topic, is_wild, period_ms in changes:
+            self.kept_as_of = None
             self._thinned += (period_ms > 0) - (self.topics.get(address, 0) > 0)
             if (address in self.topics) != (period_ms >= 0):
                 is_new_match = is_new_match or is_wild
@@ -432,6 +451,25 @@ class Followers:
             follower.cut()
         self._apply_push(follower, asked, push)
         return follower.answer
+
+    async def not_kept(self, asked: CommandRequest, caller: UUri, keeping: Keeping) -> list[UUri]:
+        """Returns what of its topics is not kept here, as of KEPT_S ago at most, or as of its last look."""
+        follower, time = self._followers[_caller(caller), asked.follower], asyncio.get_running_loop().time
+        version = keeping.version
+        if time() < follower.next_look or follower.kept_as_of == version:
+            return [one for one in follower.not_kept if plain_address(one) in follower.topics]
+        follower.kept_as_of, follower.next_look = version, time() + KEPT_S
+        sight, found = self._sights.of(caller), list[UUri]()
+        for count, address in enumerate(list(follower.topics), 1):
+            topic = UUri.FromString(address)
+            if not keeping.keeps(topic, lambda one: sight.sees(one, None)):
+                found.append(topic)
+                if len(found) == NOT_KEPT_MAX:
+                    break
+            if count % KEPT_STEP == 0:
+                await asyncio.sleep(0)
+        follower.not_kept = found
+        return found
 
     def _known(self, asked: CommandRequest, caller: UUri) -> Follower | None:
         """Returns the follower of a command; None: it is the first command. Raises NOT_FOUND."""

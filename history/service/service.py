@@ -30,7 +30,7 @@ from history.epochs.keeper import Keeper
 from history.log.log import Log, Stream
 from history.records.witness import seqs_of
 from history.service.consumers import LEAVES_MS, Consumers, Owner, cursor_name
-from history.service.followers import TOPICS_MAX, WINDOW_BYTES_MAX, Followers
+from history.service.followers import TOPICS_MAX, WINDOW_BYTES_MAX, Followers, Keeping
 from history.service.matches import EVERYTHING, Match, Matches, Sights
 from history.service.poll import Poll, checked
 from uprotocol import uuid as uuids
@@ -114,10 +114,11 @@ class HistoryService:
         handing_over: HandingOver | None = None,
         keeper: Keeper | None = None,
         followed: Callable[[], Iterable[UUri]] = tuple,
+        keeping: Keeping | None = None,
     ) -> None:
         """`window_bytes_max`: bytes pushed to one follower and not yet taken by it; None: the share of one authority
         in the replies that wait here, minus one reply. `followed()`: the services whose histories are followed into
-        `logs`."""
+        `logs`. `keeping`: says which topics enter `logs`; None: all."""
         own = LocalUriProvider(local.get_authority(), entity, VERSION)
         self._server = InMemoryRpcServer(
             transport,
@@ -135,7 +136,7 @@ class HistoryService:
         self._waiting_shares = Shares[str](POLLS_WAITING_MAX, share=share)  # by authority
         self._turns = Turns(reply_bytes_max, self._server.responses.shares.full, SEATS_MAX, share)
         self._server.responses.on_sent = self._turns.look
-        self._handing_over, self._keeper, self._followed = handing_over, keeper, followed
+        self._handing_over, self._keeper, self._followed, self._keeping = handing_over, keeper, followed, keeping
         if window_bytes_max is None:
             window_bytes_max = max(0, replies_bytes_max // share - reply_bytes_max)
         self.followers = Followers(
@@ -227,6 +228,10 @@ class HistoryService:
             answer = self.followers.command(asked, request.attributes)
             if asked.acked:
                 self._acknowledge(asked, caller)
+        if asked.asks_kept and self._keeping is not None:
+            not_kept = await self.followers.not_kept(asked, caller, self._keeping)
+            del answer.not_kept[:]
+            answer.not_kept.extend(not_kept)
         if asked.HasField("hand_over"):
             if self._handing_over is None:
                 raise UStatusError(

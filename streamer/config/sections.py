@@ -240,7 +240,8 @@ class FollowSection(Section):
     announce themselves to us (`followed_by`), each for its own authority and the family of that"""
     topics: list[TopicPattern] = []
     """patterns of what is taken and kept, though nobody here wants it. What somebody wants, as that changes, and what
-    `history.record` names is taken in any case"""
+    `history.record` names is taken in any case. The other side does not keep them because of this: record them there
+    (`history.record`), or subscribe to them there; else a note in `/readyz` says that they are not kept"""
     mode: Literal["auto", "poll", "push"] = "auto"
     """how records come: pushed, polled where pushes fail; or always one of them"""
 

@@ -27,6 +27,7 @@ from history.log.log import Log
 from history.reading.acceptor import Accepted, Acceptor, ReaderState, Record
 from history.reading.following import Following, FollowingOptions, FollowMode
 from streamer.following.covered import Covered, Digest
+from streamer.following.not_kept import NotKept
 from streamer.following.sorting import Doorbell, HeldThere, Intake, Sorted, Sorting
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.hosted import AccessPattern
@@ -144,6 +145,7 @@ class Followed:
         self._sorting = Sorting(follows, endpoint, self.speaks_for, self.counts)
         self.is_handed_over = False
         self.trouble = ""
+        self.not_kept = NotKept(service, follows.now_ms)
 
     def __repr__(self) -> str:
         return f"Followed({self.key}, {self._following}, {dict(self.counts)})"
@@ -320,6 +322,7 @@ class Followed:
                 on_denied=self._denied,
                 on_forgotten=self._forgotten,
                 on_confirmed=lambda _, done: self._confirmed(done),
+                on_not_kept=self.not_kept.answered,
             ) as following:
                 self._following, self._fixed = following, {}
                 following.has_begun = bool(reader_state.positions)

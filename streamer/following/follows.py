@@ -17,6 +17,7 @@ import structlog
 
 from storage.runtime import Runtime
 from streamer.following.followed import COVERED, Follow, Followed
+from streamer.following.not_kept import HISTORIES_SHOWN_MAX
 from streamer.following.sorting import Intake
 from streamer.operating.states import Condition, Sample, each
 from streamer.walk.endpoint import Endpoint, Endpoints
@@ -89,6 +90,15 @@ class Follows(Intake, UListener):
 
     def __iter__(self) -> Iterator[Followed]:
         return iter(self._followed.values())
+
+    @property
+    def wants_all(self) -> bool:
+        """The interest is not known yet."""
+        return self._wants_all
+
+    def named_topics(self) -> Iterator[UUri]:
+        """Returns the patterns of all [[follow]] topics."""
+        return chain.from_iterable(one.topics for one in self._configured)
 
     def services(self) -> list[UUri]:
         """Returns the services whose histories are followed, in whichever way they were found."""
@@ -363,6 +373,15 @@ class Follows(Intake, UListener):
             yield from each("followed", (endpoint.name,), {state: states[state] for state in STATES if there})
             became = sum((one.counts for one in there), Counter[str]())
             yield from each("followed_records", (endpoint.name,), became)
+            if there:
+                yield "followed_not_kept", (endpoint.name,), sum(len(one.not_kept.topics) for one in there)
+
+    def notes(self) -> Iterator[str]:
+        """Yields a sentence for each history that does not keep what is followed."""
+        found = [note for followed in self for note in followed.not_kept.notes()]
+        yield from found[:HISTORIES_SHOWN_MAX]
+        if len(found) > HISTORIES_SHOWN_MAX:
+            yield f"and {len(found) - HISTORIES_SHOWN_MAX} more histories do not keep what is followed of them"
 
     def conditions(self) -> Iterator[Condition]:
         for followed in self._followed.values():

@@ -62,7 +62,7 @@ class Intake:
         backoff: Callable[[], Backoff],
     ) -> None:
         self._endpoints, self.local, self.on_gap, self.backoff = endpoints, local, on_gap, backoff
-        self.rng, self.random_bytes = runtime.rng, runtime.random_bytes
+        self.rng, self.random_bytes, self.now_ms = runtime.rng, runtime.random_bytes, runtime.now_ms
         self._rpc = InMemoryRpcClient(hosted, local)
         self._frames = Frames(hosted, local)
         self._stamps = Stamps()
@@ -90,6 +90,12 @@ class Intake:
         """Returns the topics of an authority and its family."""
         names = {authority, uris.family_of(authority)} - {""} | {uris.WILDCARD_AUTHORITY}
         return chain.from_iterable(self._topics[name].values() for name in names if name in self._topics)
+
+    def topics_near(self, authority: str) -> Iterable[UUri]:
+        """Returns the subscribed topics that may meet a pattern of this authority, and few others."""
+        if uris.is_pattern(authority):
+            return chain.from_iterable(one.values() for one in self._topics.values())
+        return self._of_names(authority)
 
     def always_wanted(self) -> Iterator[UUri]:
         """Returns the recorded topics; all topics while the interest is not known yet."""

@@ -151,6 +151,11 @@ FAMILIES: Final[dict[str, tuple[type[Kinds], str, str]]] = {
     "pushes": (GAUGE, "", "Followers to whom frames are pushed"),
     "follower_backlog": (GAUGE, "endpoint log", "Records that a follower that has taken over has not confirmed"),
     "followed": (GAUGE, "endpoint state", "Histories that are followed at an endpoint, by state"),
+    "followed_not_kept": (
+        GAUGE,
+        "endpoint",
+        "Topics and patterns that are followed, and that the history does not keep",
+    ),
     "followed_records": (COUNTER, "endpoint what", "Followed records and copies of them, by what was done with them"),
     "edge_connections": (GAUGE, "port", "Open connections of the HTTP edge: http (clients), publish (publishers)"),
     "edge_clients": (GAUGE, "kind", "Clients of the HTTP edge that hold a connection: streams and held requests"),

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import random
 import tracemalloc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -194,3 +194,52 @@ async def test_leases_that_are_over_leave_nothing(world: World, monkeypatch: pyt
                 await asyncio.sleep(0.001)
     assert followers.counts["expired"] == 250 * rounds
     assert (followers.topic_count, followers.push_count, len(world.service._waiting)) == (0, 0, 0)
+
+
+class Keeping:
+    """Keeps the topics in `kept`."""
+
+    def __init__(self, *kept: UUri) -> None:
+        self.version, self.kept, self.looks = 0, kept, 0
+
+    def keeps(self, topic: UUri, sees: Callable[[UUri], bool]) -> bool:
+        self.looks += 1
+        return topic in self.kept and sees(topic)
+
+
+async def not_kept(world: World, asked: CommandRequest, *, asks: bool = True) -> list[UUri]:
+    asked.asks_kept = asks
+    return list((await world.client.command(asked)).not_kept)
+
+
+async def test_what_is_followed_and_not_kept_is_answered_to_who_asks(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followers_module, "KEPT_S", 0.0)
+    world.service._keeping = keeping = Keeping(TOPICS[0])
+    assert await not_kept(world, command(1, *TOPICS[:3]), asks=False) == []
+    assert keeping.looks == 0, "who does not ask costs nothing"
+    assert await not_kept(world, command(2)) == TOPICS[1:3]
+    assert keeping.looks == 3
+    assert await not_kept(world, command(3)) == TOPICS[1:3]
+    assert keeping.looks == 3, "nothing has changed"
+    assert await not_kept(world, command(4, TOPICS[4], removed=(TOPICS[1],))) == [TOPICS[2], TOPICS[4]]
+    keeping.kept, keeping.version = (TOPICS[2], TOPICS[4]), 1
+    assert await not_kept(world, command(5)) == [TOPICS[0]]
+    world.service._keeping = None
+    assert await not_kept(world, command(6)) == []
+
+
+async def test_looking_for_what_is_not_kept_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.service._keeping = keeping = Keeping()
+    many = [uris.uri("vcu.vin", 0x11, 1, 0x8000 + place) for place in range(300)]
+    assert await not_kept(world, command(1, *many)) == many[: followers_module.NOT_KEPT_MAX]
+    assert keeping.looks == followers_module.NOT_KEPT_MAX
+    for number in range(2, 9):
+        keeping.version = number
+        assert len(await not_kept(world, command(number, TOPICS[0], removed=(many[0],)))) == 99
+    assert keeping.looks == followers_module.NOT_KEPT_MAX, "at most one look in KEPT_S"
+    monkeypatch.setattr(followers_module, "KEPT_S", 0.0)
+    (follower,) = world.service.followers
+    follower.next_look = 0.0
+    assert len(await not_kept(world, command(9))) == 100

@@ -1300,6 +1300,7 @@ class CommandRequest(_message.Message):
     FRAMES_TAKEN_FIELD_NUMBER: _builtins.int
     ACKED_FIELD_NUMBER: _builtins.int
     HAND_OVER_FIELD_NUMBER: _builtins.int
+    ASKS_KEPT_FIELD_NUMBER: _builtins.int
     follower: _builtins.bytes
     """16 random bytes by which the caller calls itself; another uEntity may have the same"""
     number: _builtins.int
@@ -1311,6 +1312,8 @@ class CommandRequest(_message.Message):
     stop_push: _builtins.bool
     frames_taken: _builtins.int
     """of the push there is: up to this number; opens its window"""
+    asks_kept: _builtins.bool
+    """answer `not_kept`"""
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommandRequest.Change]:
         """done in this order, all of them or, with an error, none"""
@@ -1337,10 +1340,11 @@ class CommandRequest(_message.Message):
         frames_taken: _builtins.int = ...,
         acked: _abc.Iterable[Global___Position] | None = ...,
         hand_over: Global___HandOver | None = ...,
+        asks_kept: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hand_over", b"hand_over", "push", b"push"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "changes", b"changes", "follower", b"follower", "frames_taken", b"frames_taken", "hand_over", b"hand_over", "lease_ms", b"lease_ms", "number", b"number", "push", b"push", "stop_push", b"stop_push"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked", b"acked", "asks_kept", b"asks_kept", "changes", b"changes", "follower", b"follower", "frames_taken", b"frames_taken", "hand_over", b"hand_over", "lease_ms", b"lease_ms", "number", b"number", "push", b"push", "stop_push", b"stop_push"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1354,6 +1358,7 @@ class CommandResponse(_message.Message):
     DENIED_FIELD_NUMBER: _builtins.int
     HANDED_OVER_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    NOT_KEPT_FIELD_NUMBER: _builtins.int
     lease_ms: _builtins.int
     """granted"""
     @_builtins.property
@@ -1368,6 +1373,12 @@ class CommandResponse(_message.Message):
     def done(self) -> _uuid_pb2.UUID:
         """made when the changes were: what is published there under a later id is followed"""
 
+    @_builtins.property
+    def not_kept(self) -> _containers.RepeatedCompositeFieldContainer[_uri_pb2.UUri]:
+        """Of all that is followed, at most 100 topics, and patterns, of which nothing is kept here: nobody has subscribed, and it is not recorded. The
+        answer may be some seconds old.
+        """
+
     def __init__(
         self,
         *,
@@ -1375,10 +1386,11 @@ class CommandResponse(_message.Message):
         denied: _abc.Iterable[_builtins.int] | None = ...,
         handed_over: _abc.Iterable[Global___Position] | None = ...,
         done: _uuid_pb2.UUID | None = ...,
+        not_kept: _abc.Iterable[_uri_pb2.UUri] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["denied", b"denied", "done", b"done", "handed_over", b"handed_over", "lease_ms", b"lease_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["denied", b"denied", "done", b"done", "handed_over", b"handed_over", "lease_ms", b"lease_ms", "not_kept", b"not_kept"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
