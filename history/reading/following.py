@@ -45,7 +45,7 @@ from uprotocol.v1.uuid_pb2 import UUID
 
 LEASE_MS: Final = 120_000  # how long the service remembers a follower that says nothing
 LEAVE_MS_MAX: Final = 1_000  # for the answer to the last poll of a holder
-LOOKS_AGAIN_S: Final = 6.0  # after an answer that names other topics as not kept than the one before
+LOOKS_AGAIN_S: Final = 6.0  # after a change, and an answer that names other topics as not kept than the one before
 ALIVE_SHARE: Final = 4  # of the lease: after this part of it a command is sent even if there is nothing to say
 FRAMES_HELD_MAX: Final = 2_048  # frames in the queue, and twice the window in bytes; a service never sends more
 # After a time without a frame, a poll checks whether one was missed: four times the usual time between frames, or that
@@ -415,7 +415,7 @@ class Commands:
             self._lease_ms = answer.lease_ms
         self._on_confirmed(changes, answer.done)
         if asked.asks_kept and self._on_not_kept is not None:
-            self._again_s = LOOKS_AGAIN_S if self._not_kept != list(answer.not_kept) else 0.0
+            self._again_s = LOOKS_AGAIN_S if changes or self._not_kept != list(answer.not_kept) else 0.0
             self._not_kept = list(answer.not_kept)
             self._on_not_kept(self._not_kept)
         if not self._unsent:

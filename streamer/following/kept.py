@@ -2,8 +2,9 @@
 
 Command(asks_kept) -> TopicsKept.keeps: recorded? wanted by somebody, as a rule allows? -> not_kept -> not_kept.py
 
-A pattern counts as kept if anything is kept that it matches. In doubt (a uSubscription has not answered yet, too many
-subscriptions to look through) a topic counts as kept.
+A pattern counts as kept if anything is kept that it matches, and one of everything always: it is for whatever there is,
+as that of a follower which does not know yet what somebody wants. In doubt (a uSubscription has not answered yet, too
+many subscriptions to look through) a topic counts as kept.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
 from uprotocol.v1.uri_pb2 import UUri
 
+EVERYTHING: Final = uris.key(uris.ANY)[1:]  # of an authority
 SCANNED_MAX: Final = 1_024  # subscriptions that are compared with one pattern, some 4 ms
 
 
@@ -35,8 +37,8 @@ class TopicsKept:
     def keeps(self, topic: UUri, sees: Callable[[UUri], bool]) -> bool:
         """Returns whether messages of a topic, or of anything that a pattern matches, enter the logs. `sees(topic)`:
         whether the caller may know of a topic."""
-        if topic.ue_id & 0xFFFF == ids.ENTITY:  # of histories themselves: frontiers and beginnings
-            return True
+        if topic.ue_id & 0xFFFF == ids.ENTITY or uris.key(topic)[1:] == EVERYTHING:
+            return True  # frontiers and beginnings, of histories themselves; or whatever there is
         if any(uris.meets(one, topic) for one in (*self._logs.record, *self._follows.named_topics())):
             return True
         if not uris.has_wildcard(topic):

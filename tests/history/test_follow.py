@@ -670,3 +670,29 @@ async def test_a_renamed_position_is_read_again_if_it_went_back(tmp_path: Path) 
     async with await Log.open(path, name="renamed") as log:
         assert log.followed.positions() == {"new:a": b"1", "new:b": b"2"}
         assert log.followed.went_back == {"new:a"}
+
+
+def test_what_is_not_kept_is_asked_for_again_soon_after_a_change_and_then_with_the_lease() -> None:
+    class Keeping:
+        version, kept = 0, True
+
+        def keeps(self, topic: UUri, sees: Callable[[UUri], bool]) -> bool:
+            return self.kept
+
+    async def run() -> None:
+        world, heard = World(), list[tuple[int, int]]()
+        await world.begin()
+        world.service._keeping = keeping = Keeping()  # type: ignore[assignment]
+        loop = asyncio.get_running_loop()
+
+        async with Following(
+            world.client, on_not_kept=lambda topics: heard.append((round(loop.time()), len(topics)))
+        ) as following:
+            following.follow(TOPICS[0])
+            await asyncio.sleep(1)
+            keeping.kept, keeping.version = False, 1  # its gateway did not know yet what is wanted
+            await asyncio.sleep(65)
+            assert heard == [(0, 0), (6, 1), (12, 1), (42, 1)]
+        await world.close()
+
+    virtually(run())

@@ -151,6 +151,8 @@ async def test_what_a_gateway_keeps(pair: Pair) -> None:
     speed = uris.format(SPEED)
     for topic in (speed, "//vehicle1/8001/FF/FFFF", "//*/8001/1/8001", "//vehicle1/8003/1/8001", "//*/8003/1/8001"):
         assert asked(pair, topic), topic
+    for topic in ("//elsewhere/FFFFFFFF/FF/FFFF", "//*/FFFFFFFF/FF/FFFF"):  # whatever there is
+        assert asked(pair, topic), topic
     for topic in ("//*/FFFF0004/1/8005", "//vehicle1/4/1/8006"):  # frontiers and beginnings
         assert asked(pair, topic), topic
     for topic in (LOCK, SEATS, "//*/8002/1/8001", "//elsewhere/8001/1/8001", "//elsewhere/8001/1/FFFF"):
