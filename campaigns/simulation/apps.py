@@ -35,6 +35,7 @@ from uprotocol.v1.uattributes_pb2 import UPayloadFormat, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.uuid_pb2 import UUID
 from usubscription_client import Status, Subscription
 from usubscription_client.client import USubscriptionClient
 
@@ -101,6 +102,10 @@ class Publisher:
                 await asyncio.sleep(dice.random() * BURST_PAUSE_S)
             await asyncio.sleep(dice.random() * 50 * BURST_PAUSE_S)
 
+    def _new_id(self) -> UUID | None:
+        """The id of the next message; None: one of the world's clock."""
+        return None
+
     async def _publish(self, topic: UUri, sink: UUri | None, priority: int, short_lived: bool) -> UMessage | None:
         self._count += 1
         builder = UMessageBuilder.publish(topic) if sink is None else UMessageBuilder.notification(topic, sink)
@@ -108,6 +113,8 @@ class Publisher:
         if short_lived:
             builder.with_ttl(int(200 + self._world.dice.random() * 20_000))
         text = f"{self.name} {self._count}".encode()
+        if (id := self._new_id()) is not None:
+            builder.with_id(id)
         message = builder.build_from_upayload(UPayload(text, UPayloadFormat.UPAYLOAD_FORMAT_TEXT))
         sent = self._world.checker.publishes(message)
         while not self._world.given_up:

@@ -1,7 +1,11 @@
 """Epochs in a world: their publishers and readers, and the checks of what was read.
 
 Laps ---Progress---> V keeps "laps"      a Publisher ---> V keeps "signals", by bucket       (the log is the truth)
+                     |                   another one, whose clock may be ahead ---'
                      '--> EpochReader (comes, is killed, comes back, with a cursor or without) --> EpochsChecker
+
+Where C follows V: C keeps "signals" of the hub, too, of a publisher that pauses and whose ids are old. A reader there
+merges both. A bucket is complete if it has the records whose ids are in it, and its keepers ran all the time.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,8 +37,15 @@ from uprotocol.message import UPayload
 from uprotocol.status import UStatusError
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.uuid_pb2 import UUID
 
 SIGNALS: Final = ("//vin1/8005/1/8001", "//vin1/8005/1/8002")
+FAST_SIGNALS: Final = "//vin1/8009/1/8001"  # of a publisher whose clock may be ahead
+HUB_SIGNALS: Final = "//hub/8009/1/8001"  # of a publisher with pauses, whose ids are old
+AHEAD_MS: Final = (0, 0, 800, 3_000, 4_500)  # less than `ahead_ms`, which is 5 s
+OLD_SHARE: Final = 0.8  # of `timeout_ms`: ids of HUB_SIGNALS are up to so old
+READY_MS: Final = 200  # a gateway listens up to so long before it is ready
+MISSED_EACH_MAX: Final = 100  # buckets of an absence that are looked for
 LAPS: Final = ("//vin1/8006/1/8001", "//vin1/8006/1/8002")
 PROGRESS: Final = "//vin1/4/1/4"
 SERVICES: Final = {"V": "//vin1/4/1/0", "C": "//hub/4/1/0"}  # of the gateways whose epochs are read,
@@ -49,9 +60,32 @@ def sections(dice: random.Random) -> list[dict[str, Any]]:
     timeout_ms = dice.choice((1_500, 4_000, 10_000))
     bucket = {"width_ms": dice.choice((200, 500, 1_000)), "lateness_ms": dice.choice((0, 0, 100, 400))}
     return [
-        {"name": "signals", "topics": list(SIGNALS), "timeout_ms": timeout_ms, **bucket},
+        {"name": "signals", "topics": [*SIGNALS, FAST_SIGNALS], "timeout_ms": timeout_ms, **bucket},
         {"name": "laps", "topics": list(LAPS), "by": "progress", "timeout_ms": timeout_ms},
     ]
+
+
+def sections_of_hub(of_vehicle: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The [[epochs]] of the hub: a group of the same name and width."""
+    return [of_vehicle[0] | {"topics": [HUB_SIGNALS]}]
+
+
+class SkewedPublisher(Publisher):
+    """Has a clock of its own, which differs by `skew_ms` from that of the world, and pauses of its own."""
+
+    def __init__(self, world: Any, transport: LocalTransport, name: str, topic: str, skew_ms: int) -> None:
+        super().__init__(world, transport, name, [uris.parse(topic)], [], 0.0)
+        self._own_dice = random.Random(f"{world.seed} {name}")
+        self.ids = uuids.UUIDGenerator(lambda: world.wall_ms() + skew_ms, self._own_dice.randbytes)
+
+    async def run(self, messages: int, pause_s: float) -> None:
+        for _ in range(messages):
+            pause_s = self._own_dice.choice((0.05, 0.3, 3.0))
+            await asyncio.sleep(self._own_dice.random() * pause_s)
+            await self.publish(self._topics[0])
+
+    def _new_id(self) -> UUID:
+        return self.ids()
 
 
 class Laps(Publisher):
@@ -118,10 +152,11 @@ class EpochReader:
         seed: int,
         machine: str = "V",
     ) -> None:
-        self._world, self.name, self._transport, self._cursor = world, name, transport, cursor
+        self._world, self.name, self._transport, self.cursor = world, name, transport, cursor
         self.topics, self.machine = [uris.parse(one) for one in topics], machine
         self._dice = random.Random(seed)
         self.lives: list[list[Assembled]] = []
+        self.logs: list[list[frozenset[bytes]]] = []  # whose frontiers it had when it got each of these
         self.kept: list[int] = []  # by life: the number of records up to its cursor
         self.gaps = 0
         self.before_tear: set[Epoch] = set()  # epochs that it had when the end of a log was cut off
@@ -148,10 +183,13 @@ class EpochReader:
     async def _read(self) -> None:
         dice, life = self._dice, list[Assembled]()
         self.lives.append(life)
+        logs = list[frozenset[bytes]]()
+        self.logs.append(logs)
         self.kept.append(0)
         self.since_s = self._world.loop.now
         topics = [self._world.named(OUTSIDE[self.machine], one) for one in self.topics]
-        start = PollRequest(earliest=True) if self._cursor is not None else PollRequest(latest=True)
+        start = PollRequest(earliest=True) if self.cursor is not None else PollRequest(latest=True)
+        assembler = Assembler(topics)
         async with InMemoryRpcClient(self._transport, self._transport.local) as rpc:
             frames = Frames(self._transport, self._transport.local)
             client = HistoryClient(rpc, uris.parse(SERVICES[self.machine]), timeout_ms=3_000, frames=frames)
@@ -159,8 +197,8 @@ class EpochReader:
                 client,
                 topics,
                 start=start,
-                assembler=Assembler(topics),
-                cursor_path=self._cursor,
+                assembler=assembler,
+                cursor_path=self.cursor,
                 mode=dice.choice(MODES),
                 wait_ms_max=2_000,
                 on_gap=self._gap,
@@ -170,7 +208,8 @@ class EpochReader:
                 async for one in reader.epochs():
                     self._world.note("epoch", self.name, one.epoch, len(one.records), one.incomplete)
                     life.append(one)
-                    if self._cursor is not None:
+                    logs.append(assembler.logs(one.epoch.group) if one.epoch is not None else frozenset())
+                    if self.cursor is not None:
                         await reader.commit()
                         self.kept[-1] = len(life)
 
@@ -186,6 +225,12 @@ class EpochsChecker:
         self.truth: dict[Epoch, dict[Position, UUri]] = defaultdict(dict)
         self._oldest: dict[bytes, int] = {}
         self.newest_healed: dict[bytes, int] = {}  # later records must reach every reader
+        self.published: dict[Epoch, set[Position]] = defaultdict(set)  # buckets by the ids of their records
+        self._sources: dict[Position, UUri] = {}  # of these records
+        self.width_ms = 0  # of the buckets
+        self.keepers: list[set[bytes]] = []  # the logs of each gateway that keeps epochs
+        self.fast: Publisher | None = None
+        self.is_reported_fast = False
         self.checked = self.whole = 0
 
     def _fail(self, kind: str, text: str) -> None:
@@ -198,7 +243,9 @@ class EpochsChecker:
             reader.before_tear.update(one.epoch for life in reader.lives for one in life if one.epoch is not None)
 
     async def learn(self, logs: Sequence[Log]) -> None:
+        """Learn what the logs of all keepers have, from the records that were appended there first."""
         self.truth.clear()
+        self.published.clear()
         for log in logs:
             after, frontiers_read = 0, list[tuple[int, UMessage]]()
             while chunks := await log.read(after):
@@ -207,13 +254,30 @@ class EpochsChecker:
                         seq = chunk.seqs[place]
                         self._oldest.setdefault(log.incarnation, seq)
                         epoch = chunk.epochs[place] if chunk.epochs else None
+                        if chunk.origins and chunk.origins[place] is not None:
+                            continue
                         if epoch is not None:
                             self.truth[epoch][log.incarnation, seq] = message.attributes.source
+                            self._note_published(epoch, (log.incarnation, seq), message)
                         elif is_frontiers(message.attributes.source):
                             frontiers_read.append((seq, message))
                 after = chunks[-1].last_seq
             if not self._is_torn:
                 self._look_at_frontiers(frontiers_read)
+
+    def _note_published(self, epoch: Epoch, place: Position, message: UMessage) -> None:
+        """A record that came before its time, by a clock that is too far ahead, is in no bucket of its own."""
+        if epoch.group == "signals":
+            self._sources[place] = message.attributes.source
+            bucket = uuids.time_ms(message.attributes.id) // self.width_ms * self.width_ms
+            self.published[Epoch("signals", (min(bucket, epoch.time[0]),))].add(place)
+
+    def watch(self) -> None:
+        """Called all the time: is a publisher whose clock is ahead reported?"""
+        streamer = self._world.machines["V"].streamer
+        if streamer is not None and self._world.machines["V"].ready:
+            reported = any("vin1/8009" in problem for problem in streamer.problems())
+            self.is_reported_fast = self.is_reported_fast or reported
 
     @property
     def _is_torn(self) -> bool:
@@ -251,29 +315,67 @@ class EpochsChecker:
                 found.add(epoch)
         return found - {one.epoch for one in reader.lives[-1] if one.epoch is not None} if reader.lives else found
 
-    def _of(self, reader: EpochReader, epoch: Epoch) -> set[Position]:
+    def _of(self, reader: EpochReader, epoch: Epoch, places: Set[Position] | None = None) -> set[Position]:
+        """The records of the epoch, or of `places`, that are of the reader's topics."""
         records = self.truth.get(epoch, {})
+        if places is not None:
+            records = {place: self._sources[place] for place in places}
         return {place for place, source in records.items() if any(uris.matches(one, source) for one in reader.topics)}
 
     def finish(self) -> None:
         for reader in self.readers:
             kept, records = set[Epoch](), set[Position]()
-            for life, count in zip(reader.lives, reader.kept, strict=True):
-                self._look_at(reader, life)
-                again = [one.epoch for one in life if one.epoch in kept and one.incomplete != REST]
+            for life, logs, count in zip(reader.lives, reader.logs, reader.kept, strict=True):
+                self._look_at(reader, life, logs)
+                again = [one.epoch for one in life if one.records and one.epoch in kept and one.incomplete != REST]
                 again += [one.epoch for one in life if one.epoch is not None and _places(one) & records]
                 if again and not self._is_disturbed(reader):
                     self._fail("an epoch twice", f"{reader.name} has {again[0]} again, which is behind its cursor")
-                kept.update(one.epoch for one in life[:count] if one.epoch is not None)
+                kept.update(one.epoch for one in life[:count] if one.epoch is not None and one.records)
                 records.update(*(_places(one) for one in life[:count] if one.epoch is not None))
             self._look_at_counts(reader)
+            if not self._is_disturbed(reader):
+                self._look_at_rests(reader)
+                self._look_at_missed(reader)
             for epoch in sorted(self.owed(reader)):
                 self._fail("an epoch that is lost", f"{reader.name} never had {epoch}, which began while it read")
 
-    def _look_at(self, reader: EpochReader, life: Sequence[Assembled]) -> None:
+    def _look_at_rests(self, reader: EpochReader) -> None:
+        """What was handed over as whole has no rest."""
+        whole = set[Epoch]()
+        for one in (one for life in reader.lives for one in life if one.epoch is not None):
+            if one.records and one.epoch in whole:
+                self._fail("a part of an epoch", f"{reader.name}: {one.epoch} was complete: {one.incomplete}")
+            if one.is_complete:
+                whole.add(one.epoch)
+
+    def _look_at_missed(self, reader: EpochReader) -> None:
+        """A bucket in which its keeper did not run is not whole. Who reads all the time hears of each of them."""
+        had: dict[Epoch, str] = {}
+        for one in (one for life in reader.lives for one in life if one.epoch is not None):
+            had[one.epoch] = had.get(one.epoch, "") or one.incomplete
+        begins = [epoch.time[0] for epoch in had if epoch.group == "signals"]
+        for down_ms, up_ms in self._world.machines["V"].absences():
+            first, last = (ms // self.width_ms * self.width_ms for ms in (down_ms, up_ms - READY_MS))
+            for begin in range(first, last + 1, self.width_ms)[:MISSED_EACH_MAX]:
+                epoch = Epoch("signals", (begin,))
+                if had.get(epoch, "incomplete") == "":
+                    what = f"{reader.name}: {epoch}, and its gateway did not run from {down_ms} to {up_ms}"
+                    self._fail("a missed bucket as whole", what)
+                elif epoch not in had and self._reads_all(reader) and begin > min(begins, default=begin):
+                    self._fail("a missed bucket is not reported", f"{reader.name}: {epoch} of {down_ms} to {up_ms}")
+
+    def _reads_all(self, reader: EpochReader) -> bool:
+        has_signals = uris.parse(SIGNALS[0]) in reader.topics
+        return reader.cursor is not None and reader.machine == "V" and not reader.gaps and has_signals
+
+    def _look_at(self, reader: EpochReader, life: Sequence[Assembled], logs: Sequence[frozenset[bytes]]) -> None:
         seen = list[Epoch]()
-        for one in life:
-            if one.epoch is None:
+        came_late = {
+            one.epoch for life in reader.lives for one in life if not one.records and "too late" in one.incomplete
+        }
+        for one, known in zip(life, logs, strict=True):
+            if one.epoch is None or not one.records:
                 continue
             has = list(map(_place, one.records))
             if self._is_disturbed(reader):
@@ -287,7 +389,16 @@ class EpochsChecker:
             self.checked += 1
             if one.is_complete:
                 self.whole += 1
-                self._is_whole(reader, one.epoch, set(has))
+                unknown = self._unknown(known)
+                self._is_whole(reader, one.epoch, set(has), unknown)
+                wrong = self._of(reader, one.epoch, self.published[one.epoch]) ^ set(has)
+                wrong = {(log, seq) for log, seq in wrong if seq >= self._oldest.get(log, 1 << 64)}
+                wrong = {(log, seq) for log, seq in wrong if log not in unknown}
+                if wrong and one.epoch.group == "signals" and one.epoch not in came_late and not self._is_torn:
+                    what = (
+                        f"{reader.name}: {one.epoch} as complete, though by their ids {sorted(wrong)} are wrong there"
+                    )
+                    self._fail("a part of an epoch", what)
 
     def _look_at_counts(self, reader: EpochReader) -> None:
         """A complete epoch has as many records as its publisher announced."""
@@ -299,8 +410,12 @@ class EpochsChecker:
                 what = f"{reader.name}: {one.epoch} as complete with {len(one.records)} of {said} messages"
                 self._fail("a part of an epoch", what)
 
-    def _is_whole(self, reader: EpochReader, epoch: Epoch, has: set[Position]) -> None:
-        lacks = self._of(reader, epoch) - has
+    def _unknown(self, known: frozenset[bytes]) -> set[bytes]:
+        """The logs of keepers none of whose logs a reader knew: these were followed only later."""
+        return {log for logs in self.keepers for log in logs if known.isdisjoint(logs)}
+
+    def _is_whole(self, reader: EpochReader, epoch: Epoch, has: set[Position], unknown: set[bytes]) -> None:
+        lacks = {(log, seq) for log, seq in self._of(reader, epoch) - has if log not in unknown}
         more = {(log, seq) for log, seq in has if seq >= self._oldest.get(log, 1 << 64)} - self._of(reader, epoch)
         if self._is_torn:  # records that were read no longer exist, and others may have their seqs
             more.clear()

@@ -349,6 +349,9 @@ class Machine:
         # a process has ended cleanly, so the tables are in the main files
         self.was_closed = False
         self.on_ready: list[Callable[[], None]] = []
+        # when it stopped to run, and was ready again: (wall clock in ms, loop time)
+        self._downs: list[tuple[int, float]] = []
+        self._ups: list[tuple[int, float]] = []
 
     @property
     def streamer(self) -> Streamer | None:
@@ -440,10 +443,25 @@ class Machine:
             self.world.checker.fail("a task that never ends", f"{self.name} does not stop: {stuck[:5]}")
             process.kill()
 
+    def absences(self) -> list[tuple[int, int]]:
+        """From when to when it did not run, Unix milliseconds; not those in which the clock was set."""
+        spans = zip(self._downs, self._ups[1:], strict=False)
+        return [
+            (down_ms, up_ms)
+            for (down_ms, down_s), (up_ms, up_s) in spans
+            if abs((up_ms - down_ms) - (up_s - down_s) * 1_000) < 2
+        ]
+
+    def _went_down(self) -> None:
+        if self._ups and len(self._downs) < len(self._ups):  # else it was not ready since
+            self._downs.append((self.world.wall_ms(), self.world.loop.now))
+
     # -- reports of a process
 
     def became_ready(self, process: MachineProcess) -> None:
         self.world.note("ready", self.name)
+        if len(self._ups) == len(self._downs):
+            self._ups.append((self.world.wall_ms(), self.world.loop.now))
         self.world.checker.ready(self)
         for callback in self.on_ready:
             callback()
@@ -451,6 +469,7 @@ class Machine:
     def ended(self, process: MachineProcess) -> None:
         """A clean end: no task may be left."""
         self.process = None
+        self._went_down()
         self.was_closed = True
         self.world.note("ended", self.name)
         self.world.loop.call_soon(self._look_for_leftovers, process, context=self.world.context)
@@ -469,6 +488,7 @@ class Machine:
             )
 
     def killed(self, process: MachineProcess) -> None:
+        self._went_down()
         self.torn = self.torn or process.torn
         if self.process is process:
             self.process = None
@@ -477,6 +497,7 @@ class Machine:
 
     def died(self, process: MachineProcess, error: Exception) -> None:
         """It died by itself: a supervisor restarts it."""
+        self._went_down()
         self.process = None
         process.alive = False
         self.world.note("died", self.name, repr(error))

@@ -51,7 +51,20 @@ from campaigns.simulation.apps import (
 from campaigns.simulation.checker import Checker, FollowedLog, Hop, Key
 from campaigns.simulation.disk import SimulatedDisk
 from campaigns.simulation.emptied import empty_one
-from campaigns.simulation.epochs import LAPS, SIGNALS, EpochReader, EpochsChecker, Laps, sections
+from campaigns.simulation.epochs import (
+    AHEAD_MS,
+    FAST_SIGNALS,
+    HUB_SIGNALS,
+    LAPS,
+    OLD_SHARE,
+    SIGNALS,
+    EpochReader,
+    EpochsChecker,
+    Laps,
+    SkewedPublisher,
+    sections,
+    sections_of_hub,
+)
 from campaigns.simulation.loop import EPOCH_S, PROCESS, DeadlockError, Process, VirtualLoop
 from campaigns.simulation.machine import Keeper, Machine, MachineProcess, named, runtime_of
 from campaigns.simulation.network import USUBSCRIPTION, SimulatedNetwork
@@ -59,6 +72,7 @@ from campaigns.simulation.plan import Plan
 from campaigns.simulation.recovery import POINT, RestPublisher
 from campaigns.simulation.recovery import sections as sections_of_recovery
 from history.log import streams
+from history.log.log import Log
 from history.reading.following import FollowMode
 from transports import plugin as plugins
 from transports.local import LocalTransport
@@ -96,6 +110,7 @@ MODES: Final[tuple[FollowMode, ...]] = ("auto", "poll", "push")
 HEAL_S_MAX: Final = 150.0  # back-offs end, services are asked again: then gateways must be ready
 SETTLE_S_MAX: Final = 460.0  # remote commands are repeated after a minute, audits come every five
 WATCH_S: Final = 0.2
+UNFOLLOWED_MAX: Final = 4  # reports of quiet groups come all the time
 PUSHED_S_MAX: Final = 2.0  # messages sent before a hand-over have arrived after it
 EPOCHS_S: Final = 45.0  # open epochs are over, and every reader runs again
 SEND_MS_MAX: Final = 2_000  # a transport that does not return for that long is opened again
@@ -378,7 +393,9 @@ class World:
         remote = "none" if self.kind == "static" else "remote"
         follow = {"endpoint": "cloud", "service": "//hub/4/1/0", "mode": self.mode} if self.follows else {}
         followed_by = {"followed_by": "//hub/4/1/0"} if self.follows else {}
-        epochs = {"epochs": sections(self.epoch_dice)} if self.epochs is not None else {}
+        epochs: dict[str, Any] = {"epochs": sections(self.epoch_dice)} if self.epochs is not None else {}
+        if self.epochs is not None:
+            self.epochs.width_ms = epochs["epochs"][0]["width_ms"]
         recovery = {"recovery": sections_of_recovery()} if self.recovers else {}
         return (
             epochs
@@ -413,10 +430,12 @@ class World:
         cloud, following = endpoint("cloud", vehicles, "none"), {}
         if self.follows:
             service = f"//{'*' if self.is_fleet else vehicles[0]}/4/1/0"
-            of_epochs = (*SIGNALS, *LAPS) if self.epochs is not None else ()
+            of_epochs = (*SIGNALS, FAST_SIGNALS, *LAPS) if self.epochs is not None else ()
             topics = [self._text(topic) for topic in (*self.followed_topics, *of_epochs)]
             following["follow"] = [{"endpoint": "cloud", "service": service, "mode": self.mode, "topics": topics}]
             following["usubscription"] = {"static_file": str(self.folder / "static-hub.json")}  # type: ignore[assignment]
+            if self.epochs is not None:
+                following["epochs"] = sections_of_hub(self.machines["V"].config["epochs"])  # type: ignore[assignment]
             if self.is_mutual:
                 cloud["followed_by"] = f"//{vehicles[0]}/4/1/0"
         return following | {
@@ -460,17 +479,33 @@ class World:
         self.publishers.append(self.laps)
         for place in range(3):
             transport = await node(self, "vehicle", "vin1", 0x9300 + place)
-            topics = self.epoch_dice.choice(([*SIGNALS, *LAPS], SIGNALS, [*LAPS, SIGNALS[0]]))
+            topics = [*self.epoch_dice.choice(([*SIGNALS, *LAPS], SIGNALS, [*LAPS, SIGNALS[0]])), FAST_SIGNALS]
             cursor = self.folder / f"epochs-{place}.json" if place < 2 else None
             seed = self.epoch_dice.getrandbits(32)
             reader = EpochReader(self, f"reader {place}", transport, topics, cursor, seed)
             epochs.readers.append(reader)
+        dice = random.Random(f"{self.seed} clocks")  # a generator of its own
+        fast = await node(self, "vehicle", "vin1", 0x8009)
+        epochs.fast = SkewedPublisher(self, fast, "fast", FAST_SIGNALS, dice.choice(AHEAD_MS))
+        self.publishers.append(epochs.fast)
+        if self.follows:
+            timeout_ms = self.machines["V"].config["epochs"][0]["timeout_ms"]
+            old = await node(self, "hub", "hub", 0x8009)
+            old_ms = round(dice.random() * OLD_SHARE * timeout_ms)
+            self.publishers.append(SkewedPublisher(self, old, "old", HUB_SIGNALS, -old_ms))
         for place in range(2) if self.follows else ():
             transport = await node(self, "hub", "hub", 0x9310 + place)
             cursor = self.folder / f"epochs-hub-{place}.json" if place < 1 else None
             topics, seed = self.epoch_dice.choice(([*SIGNALS, *LAPS], SIGNALS)), self.epoch_dice.getrandbits(32)
+            topics = [*topics, FAST_SIGNALS, HUB_SIGNALS]
             epochs.readers.append(EpochReader(self, f"hub reader {place}", transport, topics, cursor, seed, "C"))
         self.tasks += [self.loop.create_task(reader.run()) for reader in epochs.readers]
+        self.tasks.append(self.loop.create_task(self._watch_epochs(epochs)))
+
+    async def _watch_epochs(self, epochs: EpochsChecker) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            epochs.watch()
 
     async def _hearer(self, network: str) -> None:
         transport = await node(self, network, AUTHORITIES[network], 0x9001)
@@ -702,15 +737,19 @@ class World:
     async def _mark_epochs(self, epochs: EpochsChecker) -> None:
         """All readers run and all old epochs are over: new epochs are owed to all of them."""
         await asyncio.sleep(EPOCHS_S)
-        streamer = self.machines["V"].streamer
-        if streamer is not None:
-            epochs.newest_healed = {one.incarnation: one.newest_seq for one in streamer.logs if one.newest_seq}
+        logs = self._logs_of_keepers()
+        epochs.newest_healed = {one.incarnation: one.newest_seq for one in logs if one.newest_seq}
+
+    def _logs_of_keepers(self) -> list[Log]:
+        streamers = (machine.streamer for machine in self.machines.values() if machine.config.get("epochs"))
+        return [log for streamer in streamers if streamer is not None for log in streamer.logs]
 
     async def _check_epochs(self, epochs: EpochsChecker) -> None:
         await asyncio.sleep(EPOCHS_S)  # nobody closes the last bucket: it times out
-        streamer = self.machines["V"].streamer
-        if streamer is not None:
-            await epochs.learn(list(streamer.logs))
+        if self.machines["V"].streamer is not None:
+            streamers = (machine.streamer for machine in self.machines.values())
+            epochs.keepers = [{log.incarnation for log in one.logs} for one in streamers if one is not None]
+            await epochs.learn(self._logs_of_keepers())
             await self.until(lambda: not any(map(epochs.owed, epochs.readers)), EPOCHS_S)
             epochs.finish()
 
@@ -802,7 +841,7 @@ class World:
             if self.keeper is not None and machine.name == "V" and not of_publishers:
                 found.append(f"V does not follow the publisher: {list(streamer.follows)}")
             for name, log, records in streamer.handovers.backlog():
-                if records > 0:
+                if records > (UNFOLLOWED_MAX if self.epochs is not None else 0):
                     found.append(f"{machine.name} holds {records} records of {log} for {name}")
             left, most = len(streamer.history.followers), 3  # a gateway, the reader, and one of its earlier lives
             readers = self.epochs.readers if self.epochs is not None else ()
@@ -920,14 +959,14 @@ def is_remote_subscribe(message: UMessage) -> bool:
 
 
 def problems_of(machine: Machine) -> list[str]:
-    """The reasons why it is not ready, except those that only a person can end: the cursor of a former
-    name."""
+    """The reasons why it is not ready, except those that only a person can end: the cursor of a former name, a
+    publisher's clock."""
     if machine.streamer is None:
         return ["it does not run"]
     return [
         problem
         for problem in machine.streamer.problems()
-        if "is not configured" not in problem and "acknowledge" not in problem
+        if not any(part in problem for part in ("is not configured", "acknowledge", "ahead of ours"))
     ]
 
 

@@ -124,6 +124,11 @@ class Assembler:
         for (name, _), group in self._groups.items():
             yield name, group.reported_frontiers.lower, group.reported_frontiers.upper
 
+    def logs(self, name: str) -> frozenset[bytes]:
+        """Returns the incarnations of the logs whose frontiers of the group `name` are merged."""
+        merged = (group.reported_frontiers for key, group in self._groups.items() if key[0] == name)
+        return frozenset(log for one in merged for log in one.parts)
+
     # -- records and frontiers
 
     def begin(self, snapshot: Iterable[Record], now: float) -> None:
@@ -218,7 +223,7 @@ class Assembler:
     def _came_late(self, key: GroupKey, group: GroupState, time: Time, why: str, by: Record) -> Iterator[Assembled]:
         """Note that records of an epoch came when it was over. Of an epoch that was delivered this is one more report
         without records."""
-        if len(time) != group.length or is_covered(group.started, time) or is_covered(group.filter, time):
+        if len(time) != group.length or is_covered(group.started, time):
             return
         if not group.is_rest(time):
             group.note_late(time, why, by)

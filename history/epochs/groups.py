@@ -335,6 +335,7 @@ class Buckets(GroupEpochs):
         self.frontier.hold(time)
 
     def assign(self, records: Sequence[IncomingRecord], now_ms: int, now: float) -> list[Epoch | None]:
+        self._now_ms = now_ms
         ceiling, width = now_ms + self.group.ahead_ms, self._width
         ahead_ms = now_ms + max(width, CLOCK_AHEAD_MS_MIN)
         created = [created_ms(one.message) for one in records]
@@ -370,7 +371,8 @@ class Buckets(GroupEpochs):
             time = lowest
         if time not in seen:
             self.frontier.see(time)
-            self._ends[time] = now + self.group.timeout_ms / 1_000
+            ahead_ms = max(0, time[0] - self._now_ms)  # its time has not come yet
+            self._ends[time] = now + (ahead_ms + self.group.timeout_ms) / 1_000
             missed = (one.incomplete for one in self._may_open_missed if _is_within(one, time))
             reasons = chain(missed, (why for _, why in self._causes.values()))
             if why := next(reasons, ""):

@@ -435,13 +435,9 @@ class GroupState:
             while span.next <= span.last and is_over((span.next,)):
                 time = (span.next,)
                 span.step()
-                if time not in self.pending and self.is_unread(time):
+                if time not in self.pending and not self.is_rest(time) and not is_covered(self.started, time):
                     found.setdefault(time, span.why)
         return found
-
-    def is_unread(self, time: Time) -> bool:
-        """Returns whether the epoch is one that we read, and was not delivered."""
-        return not (self.is_rest(time) or is_covered(self.started, time) or is_covered(self.filter, time))
 
     def forget_missed(self) -> None:
         """Forget buckets that are over, and floors that nothing is below any more."""
@@ -569,7 +565,8 @@ class GroupTable:
     def of(self, key: GroupKey) -> GroupState:
         group = self.groups.get(key)
         if group is None:
-            group = self.groups[key] = GroupState(filter=self._beyond.get(key[0], NOTHING))
+            beyond = self._beyond.get(key[0], NOTHING)
+            group = self.groups[key] = GroupState(filter=beyond, started=beyond)
             group.length = next((len(time) for time in group.filter), 0)
         return group
 

@@ -10,8 +10,8 @@ from typing import Final
 
 import structlog
 
-from streamer.operating.states import moment
 from uprotocol import uri as uris
+from uprotocol.uuid import moment
 from uprotocol.v1.uri_pb2 import UUri
 
 CONFIRMED_MS: Final = 5_000  # a new subscription reaches both gateways within that time, one before the other

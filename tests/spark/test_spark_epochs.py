@@ -218,16 +218,18 @@ def test_each_row_comes_once_if_the_option_epochs_changes_between_runs(
     played.begin()
     dice, seen = played.dice, set[Any]()
     reader = played.reader()
-    offset = reader.initialOffset()
+    offset, quiet = reader.initialOffset(), 0
     for turn in itertools.count():
         played.go_on(dice.randrange(12)) if turn < ROUNDS else played.pass_s(20)
         if dice.random() < 0.25 or turn == ROUNDS:
             whole = turn >= ROUNDS or dice.random() < 0.5
             reader = played.reader(epochs="complete" if whole else "all", max_records_per_batch=dice.choice([7, 1_000]))
         end = json.loads(json.dumps(reader.latestOffset(offset, reader.getDefaultReadLimit())))
-        if end == offset and turn > ROUNDS + 1:
-            break
-        for position, epoch, _ in rows(reader, offset, end):
+        found = rows(reader, offset, end) if end != offset else []
+        quiet = 0 if found or turn <= ROUNDS + 1 else quiet + 1
+        if quiet == 2:
+            break  # nothing comes any more but the gateway's reports that nothing does
+        for position, epoch, _ in found:
             assert position not in seen, f"{position} of {epoch} comes twice"
             seen.add(position)
         offset = end
