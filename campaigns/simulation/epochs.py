@@ -352,8 +352,10 @@ class EpochsChecker:
     def _look_at_missed(self, reader: EpochReader) -> None:
         """A bucket in which its keeper did not run is not whole. Who reads all the time hears of each of them."""
         had: dict[Epoch, str] = {}
-        for one in (one for life in reader.lives for one in life if one.epoch is not None):
-            had[one.epoch] = had.get(one.epoch, "") or one.incomplete
+        for life, logs in zip(reader.lives, reader.logs, strict=True):
+            for one, known in zip(life, logs, strict=True):
+                if one.epoch is not None and not known.isdisjoint(self.keepers[0]):
+                    had[one.epoch] = had.get(one.epoch, "") or one.incomplete
         begins = [epoch.time[0] for epoch in had if epoch.group == "signals"]
         for down_ms, up_ms in self._world.machines["V"].absences():
             first, last = (ms // self.width_ms * self.width_ms for ms in (down_ms, up_ms - READY_MS))

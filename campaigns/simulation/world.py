@@ -747,7 +747,7 @@ class World:
     async def _check_epochs(self, epochs: EpochsChecker) -> None:
         await asyncio.sleep(EPOCHS_S)  # nobody closes the last bucket: it times out
         if self.machines["V"].streamer is not None:
-            streamers = (machine.streamer for machine in self.machines.values())
+            streamers = (machine.streamer for machine in self.machines.values())  # that of V first
             epochs.keepers = [{log.incarnation for log in one.logs} for one in streamers if one is not None]
             await epochs.learn(self._logs_of_keepers())
             await self.until(lambda: not any(map(epochs.owed, epochs.readers)), EPOCHS_S)

@@ -246,12 +246,14 @@ class Assembler:
             return
         if not begins(beginning, self._topics):
             return
+        follower = record.message.attributes.source.authority_name  # what it keeps itself has no beginning
         for key, group in self._groups.items():
-            parts = group.reported_frontiers.parts
+            all = group.reported_frontiers.parts
+            parts = {log: part for log, part in all.items() if part.keeper[0] != follower}
             open = [part.active for part in parts.values() if concerns(beginning, part.keeper[0])]
             yield from self._lose(key, group, frozenset[Time]().union(*open), record)
             for log in [log for log, part in parts.items() if begins_with_frontiers(beginning, part.keeper)]:
-                group.reported_frontiers.drop(log, now)  # the next frontier is a snapshot
+                group.reported_frontiers.expect(log, now)
                 group.unknown_since = now
 
     def _lose(self, key: GroupKey, group: GroupState, open: Iterable[Time], by: Record) -> Iterator[Assembled]:

@@ -126,6 +126,7 @@ class MergedFrontiers:
         self._waited_for: OrderedDict[bytes, LogFrontier] = OrderedDict()  # the last one reported last
         self._silent: dict[bytes, LogFrontier] = {}
         self._has_given_up = False  # True: the unheard logs are no longer waited for
+        self._expected: dict[bytes, KeeperAddress] = {}  # logs of `unheard` whose keeper reports again soon
 
     def __repr__(self) -> str:
         return f"MergedFrontiers({sorted(self.lower)}, {len(self.parts)} logs)"
@@ -181,6 +182,10 @@ class MergedFrontiers:
         self._count(part.keeper)
         self._touch_others(keeper, log, part if old is None else old, part.heard_at)
         self.unheard.discard(log)
+        for expected in [one for one, keeper_of in self._expected.items() if keeper_of == part.keeper]:
+            del self._expected[expected]
+            if expected not in self._named:
+                self.unheard.discard(expected)
         if old is None or old.logs != part.logs:
             self._name(part.logs)
             self._unname(old.logs if old is not None else ())
@@ -232,6 +237,14 @@ class MergedFrontiers:
             self.unheard.add(log)
         self._note_unheard(now)
         self.is_settled = False
+
+    def expect(self, log: bytes, now: float) -> None:
+        """Forget what the log has reported, and wait until its keeper reports again, which is a snapshot."""
+        keeper = self.parts[log].keeper
+        self.drop(log, now)
+        self._expected[log] = keeper
+        self.unheard.add(log)
+        self._note_unheard(now)
 
     # -- silent logs
 
