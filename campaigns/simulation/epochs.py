@@ -48,6 +48,7 @@ READY_MS: Final = 200  # a gateway listens up to so long before it is ready
 MISSED_EACH_MAX: Final = 100  # buckets of an absence that are looked for
 LAPS: Final = ("//vin1/8006/1/8001", "//vin1/8006/1/8002")
 PROGRESS: Final = "//vin1/4/1/4"
+KEEPERS: Final = {"vin1": "V", "hub": "C"}
 SERVICES: Final = {"V": "//vin1/4/1/0", "C": "//hub/4/1/0"}  # of the gateways whose epochs are read,
 OUTSIDE: Final = {"V": "vehicle", "C": "cloud"}  # and the network whose names they have
 MODES: Final[tuple[FollowMode, ...]] = ("auto", "poll", "push")
@@ -156,7 +157,6 @@ class EpochReader:
         self.topics, self.machine = [uris.parse(one) for one in topics], machine
         self._dice = random.Random(seed)
         self.lives: list[list[Assembled]] = []
-        self.logs: list[list[frozenset[bytes]]] = []  # whose frontiers it had when it got each of these
         self.kept: list[int] = []  # by life: the number of records up to its cursor
         self.gaps = 0
         self.before_tear: set[Epoch] = set()  # epochs that it had when the end of a log was cut off
@@ -183,13 +183,10 @@ class EpochReader:
     async def _read(self) -> None:
         dice, life = self._dice, list[Assembled]()
         self.lives.append(life)
-        logs = list[frozenset[bytes]]()
-        self.logs.append(logs)
         self.kept.append(0)
         self.since_s = self._world.loop.now
         topics = [self._world.named(OUTSIDE[self.machine], one) for one in self.topics]
         start = PollRequest(earliest=True) if self.cursor is not None else PollRequest(latest=True)
-        assembler = Assembler(topics)
         async with InMemoryRpcClient(self._transport, self._transport.local) as rpc:
             frames = Frames(self._transport, self._transport.local)
             client = HistoryClient(rpc, uris.parse(SERVICES[self.machine]), timeout_ms=3_000, frames=frames)
@@ -197,7 +194,7 @@ class EpochReader:
                 client,
                 topics,
                 start=start,
-                assembler=assembler,
+                assembler=Assembler(topics),
                 cursor_path=self.cursor,
                 mode=dice.choice(MODES),
                 wait_ms_max=2_000,
@@ -208,7 +205,6 @@ class EpochReader:
                 async for one in reader.epochs():
                     self._world.note("epoch", self.name, one.epoch, len(one.records), one.incomplete)
                     life.append(one)
-                    logs.append(assembler.logs(one.epoch.group) if one.epoch is not None else frozenset())
                     if self.cursor is not None:
                         await reader.commit()
                         self.kept[-1] = len(life)
@@ -228,7 +224,7 @@ class EpochsChecker:
         self.published: dict[Epoch, set[Position]] = defaultdict(set)  # buckets by the ids of their records
         self._sources: dict[Position, UUri] = {}  # of these records
         self.width_ms = 0  # of the buckets
-        self.keepers: list[set[bytes]] = []  # the logs of each gateway that keeps epochs
+        self.logs_of: dict[str, set[bytes]] = {}  # of each gateway
         self.fast: Publisher | None = None
         self.is_reported_fast = False
         self.checked = self.whole = 0
@@ -325,8 +321,8 @@ class EpochsChecker:
     def finish(self) -> None:
         for reader in self.readers:
             kept, records = set[Epoch](), set[Position]()
-            for life, logs, count in zip(reader.lives, reader.logs, reader.kept, strict=True):
-                self._look_at(reader, life, logs)
+            for life, count in zip(reader.lives, reader.kept, strict=True):
+                self._look_at(reader, life)
                 again = [one.epoch for one in life if one.records and one.epoch in kept and one.incomplete != REST]
                 again += [one.epoch for one in life if one.epoch is not None and _places(one) & records]
                 if again and not self._is_disturbed(reader):
@@ -352,10 +348,9 @@ class EpochsChecker:
     def _look_at_missed(self, reader: EpochReader) -> None:
         """A bucket in which its keeper did not run is not whole. Who reads all the time hears of each of them."""
         had: dict[Epoch, str] = {}
-        for life, logs in zip(reader.lives, reader.logs, strict=True):
-            for one, known in zip(life, logs, strict=True):
-                if one.epoch is not None and not known.isdisjoint(self.keepers[0]):
-                    had[one.epoch] = had.get(one.epoch, "") or one.incomplete
+        for one in (one for life in reader.lives for one in life if one.epoch is not None):
+            if not one.is_complete or not self._unknown(one) & self.logs_of["V"]:
+                had[one.epoch] = had.get(one.epoch, "") or one.incomplete
         begins = [epoch.time[0] for epoch in had if epoch.group == "signals"]
         for down_ms, up_ms in self._world.machines["V"].absences():
             first, last = (ms // self.width_ms * self.width_ms for ms in (down_ms, up_ms - READY_MS))
@@ -371,12 +366,12 @@ class EpochsChecker:
         has_signals = uris.parse(SIGNALS[0]) in reader.topics
         return reader.cursor is not None and reader.machine == "V" and not reader.gaps and has_signals
 
-    def _look_at(self, reader: EpochReader, life: Sequence[Assembled], logs: Sequence[frozenset[bytes]]) -> None:
+    def _look_at(self, reader: EpochReader, life: Sequence[Assembled]) -> None:
         seen = list[Epoch]()
         came_late = {
             one.epoch for life in reader.lives for one in life if not one.records and "too late" in one.incomplete
         }
-        for one, known in zip(life, logs, strict=True):
+        for one in life:
             if one.epoch is None or not one.records:
                 continue
             has = list(map(_place, one.records))
@@ -391,7 +386,7 @@ class EpochsChecker:
             self.checked += 1
             if one.is_complete:
                 self.whole += 1
-                unknown = self._unknown(known)
+                unknown = self._unknown(one)
                 self._is_whole(reader, one.epoch, set(has), unknown)
                 wrong = self._of(reader, one.epoch, self.published[one.epoch]) ^ set(has)
                 wrong = {(log, seq) for log, seq in wrong if seq >= self._oldest.get(log, 1 << 64)}
@@ -412,9 +407,10 @@ class EpochsChecker:
                 what = f"{reader.name}: {one.epoch} as complete with {len(one.records)} of {said} messages"
                 self._fail("a part of an epoch", what)
 
-    def _unknown(self, known: frozenset[bytes]) -> set[bytes]:
-        """The logs of keepers none of whose logs a reader knew: these were followed only later."""
-        return {log for logs in self.keepers for log in logs if known.isdisjoint(logs)}
+    def _unknown(self, one: Assembled) -> set[bytes]:
+        """The logs of gateways that a reader did not know when the epoch was over: they were followed only later."""
+        known = {KEEPERS[authority.partition(".")[0]] for authority, _ in one.keepers}
+        return {log for name, logs in self.logs_of.items() if name not in known for log in logs}
 
     def _is_whole(self, reader: EpochReader, epoch: Epoch, has: set[Position], unknown: set[bytes]) -> None:
         lacks = {(log, seq) for log, seq in self._of(reader, epoch) - has if log not in unknown}

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from campaigns.simulation.disk import DiskFaults
-from campaigns.simulation.epochs import SIGNALS
+from campaigns.simulation.epochs import FAST_SIGNALS, LAPS, SIGNALS
 from campaigns.simulation.network import CALM, Faults, Weather
 from campaigns.simulation.recovery import WRONG, WRONG_ORDER
 from uprotocol import uri as uris
@@ -815,7 +815,9 @@ class Plan:
         """Follow in another way, or follow more."""
         hub, dice = self._world.machines["C"], self._dice
         topics = dice.choice(([], ["//vin1/8001/1/8002"]))
-        named = [uris.format(self._world.named("cloud", uris.parse(one))).removeprefix("up:") for one in topics]
+        of_epochs = (*SIGNALS, FAST_SIGNALS, *LAPS) if self._world.epochs is not None else ()
+        all = [uris.parse(one) for one in (*topics, *of_epochs)]
+        named = [uris.format(self._world.named("cloud", one)).removeprefix("up:") for one in all]
         follow = [
             one | {"mode": dice.choice(("auto", "poll", "push")), "topics": named} for one in hub.config["follow"]
         ]

@@ -747,8 +747,8 @@ class World:
     async def _check_epochs(self, epochs: EpochsChecker) -> None:
         await asyncio.sleep(EPOCHS_S)  # nobody closes the last bucket: it times out
         if self.machines["V"].streamer is not None:
-            streamers = (machine.streamer for machine in self.machines.values())  # that of V first
-            epochs.keepers = [{log.incarnation for log in one.logs} for one in streamers if one is not None]
+            streamers = {name: machine.streamer for name, machine in self.machines.items()}
+            epochs.logs_of = {name: {log.incarnation for log in one.logs} for name, one in streamers.items() if one}
             await epochs.learn(self._logs_of_keepers())
             await self.until(lambda: not any(map(epochs.owed, epochs.readers)), EPOCHS_S)
             epochs.finish()

@@ -68,12 +68,14 @@ EpochFilter = Literal["atomic", "all"]
 class Assembled:
     """All records of an epoch, in the order of each log. `epoch` None: records without an epoch, as they came.
     `incomplete`: why records may be missing; empty: none is. Without records, the loss of the epoch is reported.
-    `keeper`: of the epoch, if keepers are distinguished."""
+    `keeper`: of the epoch, if keepers are distinguished. `keepers`: the gateways that were read when it was over; it is
+    whole as to their records, not to those of one that is followed later."""
 
     epoch: Epoch | None
     records: list[Record]
     incomplete: str = ""
     keeper: KeeperAddress | None = None
+    keepers: frozenset[KeeperAddress] = frozenset()
 
     @property
     def is_complete(self) -> bool:
@@ -123,11 +125,6 @@ class Assembler:
         """Yields the name, lower and upper frontier of each group."""
         for (name, _), group in self._groups.items():
             yield name, group.reported_frontiers.lower, group.reported_frontiers.upper
-
-    def logs(self, name: str) -> frozenset[bytes]:
-        """Returns the incarnations of the logs whose frontiers of the group `name` are merged."""
-        merged = (group.reported_frontiers for key, group in self._groups.items() if key[0] == name)
-        return frozenset(log for one in merged for log in one.parts)
 
     # -- records and frontiers
 
@@ -363,13 +360,15 @@ class Assembler:
         reported = group.incomplete.pop(time, "")
         missed = MISSED if self._is_suspect or is_covered(group.suspect, time) else ""
         late, _ = group.late.pop(time, ("", None))
+        if late:
+            group.note_reported(time)
         incomplete = why or pending.incomplete or reported or late or group.why_missed(time) or missed
         group.note_delivered(time, pending.records)
         group.finished.add(time)
         group.redelivered.discard(time)
         self.counts["epochs" if pending.incomplete != REST else "rest"] += 1
         self.counts["incomplete"] += bool(incomplete)
-        return Assembled(Epoch(key[0], time), pending.records, incomplete, key[1])
+        return Assembled(Epoch(key[0], time), pending.records, incomplete, key[1], group.reported_frontiers.keepers)
 
     def overdue(self, now: float) -> list[Assembled]:
         """Returns the epochs that only silent logs hold back."""

@@ -119,6 +119,7 @@ class MergedFrontiers:
         self.unheard_since: float | None = None
         self.is_settled = False
         self._keepers: dict[KeeperAddress, _Keeper] = {}
+        self._merged_keepers: frozenset[KeeperAddress] | None = None  # of `_keepers`; None: it has changed
         self._behind: set[KeeperAddress] = set()  # whose logs have different versions
         self._lows: Counter[Time] = Counter()
         self._lower: Antichain | None = None
@@ -143,6 +144,13 @@ class MergedFrontiers:
     @property
     def upper(self) -> Antichain:
         return maximal(time for part in self.parts.values() for time in part.active)
+
+    @property
+    def keepers(self) -> frozenset[KeeperAddress]:
+        """Returns the keepers whose logs are merged."""
+        if self._merged_keepers is None:
+            self._merged_keepers = frozenset(self._keepers)
+        return self._merged_keepers
 
     @property
     def is_whole(self) -> bool:
@@ -175,7 +183,9 @@ class MergedFrontiers:
         if lower != part.lower:
             self._rise(part.lower)
             self._sink(lower)
-        keeper = self._keepers.setdefault(part.keeper, _Keeper())
+        if part.keeper not in self._keepers:
+            self._keepers[part.keeper], self._merged_keepers = _Keeper(), None
+        keeper = self._keepers[part.keeper]
         keeper.parts[log] = part
         for time in part.active:
             keeper.since[time] = min(part.version, keeper.since.get(time, part.version))
@@ -232,6 +242,7 @@ class MergedFrontiers:
             keeper.since = {time: version for time, version in keeper.since.items() if version <= newest}
         else:
             del self._keepers[part.keeper]
+            self._merged_keepers = None
         self._unname(part.logs)
         if log in self._named:
             self.unheard.add(log)
@@ -444,6 +455,7 @@ class GroupState:
         for time in [one for one in self.late if is_over(one)]:
             if time not in self.pending:
                 found[time] = self.late.pop(time)[0]
+                self.note_reported(time)
         for span in self.missed:
             while span.next <= span.last and is_over((span.next,)):
                 time = (span.next,)

@@ -1,0 +1,469 @@
+"""What buckets may lack: time in which nobody listened, late records, clocks that differ, logs that are read later."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from history.epochs import groups
+from history.epochs.assembling import BEGUN_THERE, MISSED, Assembled, Assembler
+from history.epochs.frontier import Time
+from history.epochs.groups import IDLE_REPORT_S_MAX, Buckets, Group, IncomingRecord
+from history.epochs.keeper import Keeper
+from history.epochs.merging import MISSED_EACH_MAX, REST
+from history.log.log import Log
+from history.reading.acceptor import Record
+from tests.history.test_epochs import DICE, LOG, OTHER_LOG, SECOND, FakeLog, arrived, at, times
+from tests.history.test_epochs_whole import FRONTIERS, SIGNALS, START_MS, inline, message
+from tests.history.world import virtually
+from uprotocol import uri as uris
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, Frontier, GroupFrontier
+from uprotocol.message import UMessageBuilder
+from uprotocol.v1.uri_pb2 import UUri
+
+OTHER_CAR_SIGNAL = uris.uri("truck", 0x10, 1, 0x8001)
+BOTH = Group("second", [SIGNALS[0], OTHER_CAR_SIGNAL], 1_000, 300, 5_000, 2_000)
+
+
+class Watch:
+    """Buckets of one second at a clock that the test sets, and what they report. Times are those since START_MS."""
+
+    def __init__(self, group: Group = SECOND) -> None:
+        self.kept, self.now_ms = Buckets(group), START_MS
+        self.kept.start(self.now_ms, self.now)
+
+    @property
+    def now(self) -> float:
+        return (self.now_ms - START_MS) / 1_000
+
+    def at(self, ms: int) -> None:
+        """Let the clock go on to `ms`, with everything that is due on the way."""
+        while (due := self.kept.due) is not None and START_MS + due * 1_000 <= START_MS + ms:
+            self.now_ms = max(self.now_ms, START_MS + round(due * 1_000 + 0.5))
+            self.kept.tick(self.now_ms, self.now)
+        self.now_ms = START_MS + ms
+
+    def take(self, *records: tuple[UUri, int]) -> list[int]:
+        """Takes records of these topics and id times; returns the second of the epoch of each."""
+        found = self.kept.assign([self._record(*one) for one in records], self.now_ms, self.now)
+        self.kept.settle(self.now_ms, self.now)
+        return [(epoch.time[0] - START_MS) // 1_000 for epoch in found if epoch is not None]
+
+    @staticmethod
+    def _record(topic: UUri, created_ms: int) -> IncomingRecord:
+        return arrived(topic, START_MS + created_ms)
+
+    def report(self) -> GroupFrontier:
+        return self.kept.report()
+
+
+def seconds(ended: Sequence[GroupFrontier.Ended]) -> dict[int, str]:
+    return {(one.time.numbers[0] - START_MS) // 1_000: one.incomplete for one in ended}
+
+
+def spans(report: GroupFrontier) -> list[tuple[int, int]]:
+    """First and last missed second."""
+    return [
+        ((one.first.numbers[0] - START_MS) // 1_000, (one.last.numbers[0] - START_MS) // 1_000) for one in report.missed
+    ]
+
+
+# -- clocks
+
+
+def test_a_clock_that_is_ahead_makes_no_other_publisher_late_and_is_named() -> None:
+    watch, ended = Watch(BOTH), dict[int, str]()
+    for ms in range(0, 20_000, 250):
+        watch.at(ms)
+        assert watch.take((SIGNALS[0], ms), (OTHER_CAR_SIGNAL, ms + 3_000)) == [ms // 1_000, (ms + 3_000) // 1_000]
+        ended |= seconds(watch.report().ended)
+    assert set(ended) == set(range(19)), "each bucket ends when our clock is there"
+    assert set(ended.values()) == {""}
+    assert watch.kept.counts["late"] == 0
+    assert [(who, ahead_ms) for who, (ahead_ms, _) in watch.kept.clocks_ahead.items()] == [(("truck", 0x10), 3_000)]
+    watch.at(20_000 + 61_000)
+    assert not watch.kept.clocks_ahead, "a minute after its last message"
+
+
+def test_the_last_bucket_of_a_clock_that_is_ahead_ends_when_our_clock_is_there() -> None:
+    watch = Watch()
+    assert watch.take((SIGNALS[0], 100), (SIGNALS[0], 3_100)) == [0, 3]
+    watch.at(1_299)
+    assert not watch.report().ended
+    watch.at(1_301)
+    assert seconds(watch.report().ended) == {0: ""}
+    watch.at(4_900)
+    assert not watch.report().ended, "its time-out counts from its time"
+    watch.at(5_100)
+    assert seconds(watch.report().ended) == {3: groups.SILENT}
+
+
+def test_both_epochs_of_a_late_record_say_so() -> None:
+    watch = Watch()
+    watch.at(1_400)
+    watch.take((SIGNALS[0], 100), (SIGNALS[0], 1_350))
+    assert seconds(watch.report().ended) == {0: ""}
+    assert watch.take((SIGNALS[1], 200), (SIGNALS[1], 300), (SIGNALS[1], -4_000)) == [1, 1, 1]
+    late = seconds(watch.report().late)
+    assert set(late) == {0, -4}
+    assert all("car/10 came too late, and are in the epoch" in why for why in late.values())
+    watch.at(2_400)
+    watch.take((SIGNALS[0], 2_400))
+    (why,) = seconds(watch.report().ended).values()
+    assert why == "messages of car/10 came too late for their own epochs, and are in it"
+    assert not watch.report().late, "once"
+
+
+def test_many_late_epochs_are_reported_in_bounded_reports() -> None:
+    watch = Watch()
+    watch.take((SIGNALS[0], 0))
+    watch.take(*((SIGNALS[0], -1_000 * second) for second in range(3, 3_000)))
+    assert len(watch.report().late) == groups.LATE_REPORTED_MAX
+    assert watch.kept.counts["late"] > 2_900
+
+
+def test_an_epoch_says_what_ids_are_in_it_that_are_too_far_ahead() -> None:
+    watch = Watch()
+    watch.take((SIGNALS[0], 100))
+    assert watch.take((SIGNALS[1], 60_000)) == [-1], "the lowest that may come"
+    watch.at(1_500)
+    watch.take((SIGNALS[0], 1_500))
+    ended = seconds(watch.report().ended)
+    assert "whose ids are 60.0 s ahead of the gateway's clock" in ended[-1]
+    assert ended[0] == ""
+
+
+# -- a group in which nothing comes
+
+
+def test_while_nothing_comes_the_frontier_follows_the_clock_and_reports_ever_less_often() -> None:
+    watch, moved, before = Watch(), list[float](), set[int]()
+    watch.take((SIGNALS[0], 0))
+    for ms in range(0, 600_000, 100):
+        watch.at(ms)
+        lower = {(one.numbers[0] - START_MS) for one in watch.kept.report().lower}
+        if lower != before:
+            moved.append(ms / 1_000)
+        before = lower
+        behind_ms = ms - min(lower)
+        assert behind_ms <= SECOND.timeout_ms + 1_000 + 1_000 * (IDLE_REPORT_S_MAX + 1)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(moved)]
+    assert pauses[2] <= 2.0
+    assert max(pauses) <= IDLE_REPORT_S_MAX + 1.0
+    assert len(moved) < 70, "not one each second: a flash would wear"
+    assert watch.take((SIGNALS[0], 599_900)) == [599]
+
+
+def test_what_a_quiet_group_brings_within_its_time_out_has_its_own_epoch() -> None:
+    watch = Watch()
+    watch.at(60_000)
+    assert watch.take((SIGNALS[0], 58_500), (SIGNALS[0], 58_900)) == [58, 58]
+    assert watch.kept.counts["late"] == 0
+
+
+# -- time in which nobody listened
+
+
+def test_each_bucket_in_which_messages_may_be_missed_is_reported_and_incomplete() -> None:
+    watch = Watch()
+    watch.take((SIGNALS[0], 0), (SIGNALS[0], 500))
+    watch.at(600)
+    watch.kept.away("uplink", watch.now_ms, "the network was away")
+    watch.at(4_600)
+    watch.kept.back("uplink", watch.now_ms)
+    watch.take((SIGNALS[0], 4_700))
+    watch.at(6_700)
+    watch.take((SIGNALS[0], 6_000), (SIGNALS[0], 6_700))
+    report = watch.report()
+    missed = {second for first, last in spans(report) for second in range(first, last + 1)}
+    assert missed >= {1, 2, 3, 4}
+    assert max(missed) == 4
+    ended = seconds(report.ended)
+    assert ended.keys() == {0, 4}, "those with records"
+    assert all("the network was away" in why for why in ended.values())
+    watch.at(8_000)
+    watch.take((SIGNALS[0], 8_000))
+    assert seconds(watch.report().ended) == {6: ""}
+    assert not watch.report().missed
+
+
+def test_what_was_missed_is_reported_before_its_epochs_are_over() -> None:
+    """Otherwise a reader of several logs takes them for whole."""
+    watch = Watch()
+    watch.take((SIGNALS[0], 0))
+    watch.kept.away("uplink", watch.now_ms, "the network was away")
+    covered: set[int] = set()
+    for ms in range(100, 20_000, 100):
+        watch.at(ms)
+        report = watch.report()
+        covered |= {second for first, last in spans(report) for second in range(first, last + 1)}
+        (lower,) = {(one.numbers[0] - START_MS) // 1_000 for one in report.lower}
+        assert set(range(1, lower)) <= covered
+
+
+class Gateway:
+    """A keeper of one log that is stopped and started at a clock that the test sets."""
+
+    def __init__(self, log: Log, group: Group = SECOND, *, receives: bool = True) -> None:
+        self.log, self.group, self.receives, self.now_ms = log, group, receives, START_MS
+
+    async def start(self) -> None:
+        self.keeper = Keeper(FRONTIERS, [self.group], [self.log], lambda: self.now_ms, receives=self.receives)
+        await self.keeper.open()
+
+    async def take(self, *created_ms: int, topic: UUri = SIGNALS[0]) -> None:
+        sent = [message(topic, START_MS + ms, DICE) for ms in created_ms]
+        await self.log.append([self.log.stream_id(one.attributes.source) for one in sent], sent)
+
+    async def records(self) -> list[Record]:
+        found = []
+        for chunk in await self.log.read(0, max_records=1 << 20, max_bytes=1 << 30):
+            for place, (seq, one) in enumerate(zip(chunk.seqs, chunk.messages, strict=True)):
+                epoch = chunk.epochs[place] if chunk.epochs else None
+                message = one.decoded() if hasattr(one, "decoded") else one
+                found.append(Record(self.log.incarnation, seq, 0, 0, message, None, epoch))
+        return found
+
+    async def read(self, topics: Sequence[UUri] = SIGNALS) -> dict[int, str]:
+        """The epochs that a reader gets who reads from the start, and why they are incomplete."""
+        handed = Assembler(topics).take(await self.records(), 0.0)
+        return {(time[0] - START_MS) // 1_000: why for time, why in times(handed)}
+
+
+def test_a_reader_hears_of_each_bucket_that_a_stopped_gateway_has_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncio, "to_thread", inline)
+
+    async def go() -> None:
+        gateway = Gateway(await Log.open(None, name="log"))
+        await gateway.start()
+        await gateway.take(0, 400)
+        gateway.now_ms += 1_400
+        await gateway.take(1_350)
+        gateway.keeper.close()  # as by a kill: nothing is written
+        gateway.now_ms += 4_000
+        await gateway.start()
+        gateway.now_ms += 200
+        await gateway.take(5_550)
+        gateway.keeper.listening()
+        for ms in (6_100, 7_600, 9_000):
+            gateway.now_ms = START_MS + ms
+            await gateway.take(ms)
+        read = await gateway.read()
+        assert read.keys() == set(range(8)), "those without a record, too"
+        assert [second for second, why in read.items() if not why] == [0, 6, 7]
+        assert all("the gateway was not running" in read[second] for second in range(1, 6))
+        assert "from 2023-11-14T22:13:21.400Z on" in read[3]
+        gateway.keeper.close()
+        await gateway.log.close()
+
+    virtually(go(), 1)
+
+
+def test_a_publisher_misses_nothing_while_it_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncio, "to_thread", inline)
+
+    async def go() -> None:
+        publisher = Gateway(await Log.open(None, name="log"), receives=False)
+        await publisher.start()
+        await publisher.take(0)
+        publisher.keeper.close()
+        publisher.now_ms += 4_000
+        await publisher.start()
+        for ms in (4_000, 5_500):
+            publisher.now_ms = START_MS + ms
+            await publisher.take(ms)
+        assert await publisher.read() == {0: groups.INTERRUPTED, 4: ""}
+        publisher.keeper.close()
+        await publisher.log.close()
+
+    virtually(go(), 1)
+
+
+def test_only_groups_whose_publishers_are_behind_a_network_miss_something_while_it_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(asyncio, "to_thread", inline)
+
+    async def go() -> None:
+        gateway = Gateway(await Log.open(None, name="log"), BOTH)
+        await gateway.start()
+        await gateway.take(0)
+        for host, is_missed in (("cloud", False), ("truck", False), ("car", True)):
+            gateway.keeper.away(host, f"{host} was away", lambda authority, host=host: authority == host)  # type: ignore[misc]
+            gateway.keeper.back(host)
+            frontiers = [one for one in await gateway.records() if one.message.attributes.source == FRONTIERS]
+            (group,) = Frontier.FromString(frontiers[-1].message.payload).groups
+            assert bool(group.missed) == is_missed, host
+        gateway.keeper.close()
+        await gateway.log.close()
+
+    virtually(go(), 1)
+
+
+# -- at the reader
+
+
+class SourceLog(FakeLog):
+    """With missed buckets and late epochs in its frontiers."""
+
+    def missed(self, lower: Time, first: int, last: int, *, why: str = "away", width: int = 1) -> Record:
+        record = self.frontier([lower], [])
+        frontier = Frontier.FromString(record.message.payload)
+        missed = frontier.groups[0].missed.add(width_ms=width, incomplete=why)
+        missed.first.numbers.append(first)
+        missed.last.numbers.append(last)
+        record.message.payload = frontier.SerializeToString()
+        return record
+
+    def late(self, lower: Time, *epochs: int, why: str = "late") -> Record:
+        record = self.frontier([lower], [])
+        frontier = Frontier.FromString(record.message.payload)
+        for epoch in epochs:
+            frontier.groups[0].late.add(incomplete=why).time.numbers.append(epoch)
+        record.message.payload = frontier.SerializeToString()
+        return record
+
+
+def restarted(reader: Assembler, source: FakeLog) -> tuple[Assembler, int]:
+    """Returns a restarted reader, and the seq after which it reads again."""
+    positions = reader.safe({source.log: source.seq})
+    saved = json.loads(json.dumps(reader.save(positions)))
+    again = Assembler(timeout_s=10)
+    again.restore(saved)
+    return again, positions[source.log]
+
+
+def test_missed_buckets_come_when_they_are_over_in_all_logs_in_order_and_once() -> None:
+    one, other, reader = SourceLog(LOG), SourceLog(OTHER_LOG, "trailer"), Assembler()
+    reader.begin([one.frontier([(1,)], [], 9), other.frontier([(1,)], [], 9)], 0.0)
+    assert reader.take([other.data((2,)), other.frontier([(9,)], [])], 0.0) == []
+    handed = reader.take([one.missed((3,), 1, 4)], 0.0)
+    assert times(handed) == [((1,), "away"), ((2,), "away")], "what the other log has is not whole"
+    assert [len(epoch.records) for epoch in handed] == [0, 1]
+    assert times(reader.take([other.missed((9,), 3, 3), one.frontier([(9,)], [])], 0.0)) == [
+        ((3,), "away"),
+        ((4,), "away"),
+    ]
+
+
+def test_missed_buckets_that_are_not_over_are_read_again_after_a_restart() -> None:
+    source, reader = SourceLog(), Assembler(timeout_s=10)
+    snapshot = source.frontier([(1,)], [], 9)
+    reader.begin([snapshot], 0.0)
+    missed = source.missed((3,), 1, 4)
+    assert [time for time, _ in times(reader.take([missed], 0.0))] == [(1,), (2,)]
+    reader, seq = restarted(reader, source)
+    assert seq < missed.seq
+    reader.begin([snapshot], 0.0)
+    assert [time for time, _ in times(reader.take([missed, source.frontier([(9,)], [])], 0.0))] == [(3,), (4,)]
+    reader, seq = restarted(reader, source)
+    assert seq == source.seq
+
+
+def test_of_a_long_absence_some_buckets_and_the_last_one_are_reported() -> None:
+    source, reader = SourceLog(), Assembler()
+    reader.begin([source.frontier([(1,)], [], 9)], 0.0)
+    handed = reader.take([source.missed((10_000_000,), 1, 5_000_000)], 0.0)
+    assert len(handed) == MISSED_EACH_MAX
+    assert [time for time, _ in times(handed)][-2:] == [(MISSED_EACH_MAX - 1,), (5_000_000,)]
+
+
+def test_what_no_keeper_reports_as_missed_is_ignored() -> None:
+    source, reader = SourceLog(), Assembler()
+    reader.begin([source.frontier([(1,)], [], 9)], 0.0)
+    assert reader.take([source.missed((9,), 5, 2), source.missed((9,), 1, 2, width=0)], 0.0) == []
+
+
+def test_late_records_of_an_epoch_that_was_delivered_are_reported_once() -> None:
+    source, reader = SourceLog(), Assembler(timeout_s=10)
+    snapshot = source.frontier([(2,)], [(1,)], 9)
+    reader.begin([snapshot], 0.0)
+    came = [source.data((2,)), source.frontier([(4,)], [])]
+    assert times(reader.take(came, 0.0)) == [((2,), "")]
+    late = source.late((4,), 1, 2, 3)
+    handed = reader.take([late], 0.0)
+    assert times(handed) == [((2,), "late"), ((3,), "late")], "of 1 it has read nothing; 3 had no record in time"
+    assert not any(epoch.records or epoch.is_complete for epoch in handed)
+    assert reader.take([source.late((4,), 2)], 0.0) == []
+    reader, _ = restarted(reader, source)
+    reader.begin([snapshot], 0.0)
+    assert reader.take([late], 0.0) == []
+
+
+def test_late_records_of_an_epoch_that_other_logs_hold_back_make_it_incomplete() -> None:
+    one, other, reader = SourceLog(LOG), SourceLog(OTHER_LOG, "trailer"), Assembler()
+    reader.begin([one.frontier([(1,)], [], 9), other.frontier([(1,)], [], 9)], 0.0)
+    assert reader.take([one.data((1,)), one.frontier([(3,)], []), one.late((3,), 1, 2)], 0.0) == []
+    assert times(reader.take([other.frontier([(3,)], [])], 0.0)) == [((1,), "late"), ((2,), "late")]
+
+
+def test_a_keeper_that_is_read_later_joins_at_epochs_that_are_not_over() -> None:
+    one, other, reader = SourceLog(LOG), SourceLog(OTHER_LOG, "trailer"), Assembler()
+    reader.begin([one.frontier([(1,)], [], 9)], 0.0)
+    (first,) = reader.take([one.data((1,)), one.data((4,)), one.frontier([(3,)], [(4,)])], 0.0)
+    assert (times([first]), first.keepers) == ([((1,), "")], {("gateway", 4)})
+    joins = other.frontier([(2,)], [(2,)], 5)
+    came = [joins, other.data((2,)), other.data((4,)), other.data((5,)), other.frontier([(9,)], [])]
+    assert reader.take(came, 0.0) == [], "2 was over: its records are no rest of it"
+    assert reader.dropped["filtered"] == 1
+    fourth, fifth = reader.take([one.data((5,)), one.frontier([(9,)], [])], 0.0)
+    assert times([fourth, fifth]) == [((4,), ""), ((5,), "")]
+    assert [len(epoch.records) for epoch in (fourth, fifth)] == [2, 2]
+    assert fourth.keepers == {("gateway", 4), ("trailer", 4)}
+
+
+def test_what_was_over_at_a_keeper_before_it_was_read_is_not_whole_by_what_another_one_has() -> None:
+    one, other, reader = SourceLog(LOG), SourceLog(OTHER_LOG, "trailer"), Assembler()
+    reader.begin([one.frontier([(1,)], [], 9)], 0.0)
+    assert reader.take([one.data((2,)), one.data((6,))], 0.0) == []
+    joins = other.frontier([(5,)], [], 40)
+    frontier = Frontier.FromString(joins.message.payload)
+    frontier.groups[0].kept.passed.add(numbers=(4,))
+    joins.message.payload = frontier.SerializeToString()
+    handed = reader.take([joins, one.frontier([(9,)], []), other.frontier([(9,)], [])], 0.0)
+    assert times(handed) == [((2,), MISSED), ((6,), "")]
+
+
+def test_what_a_gateway_begins_to_follow_again_is_waited_for() -> None:
+    """Nothing of it is over before its next frontier; what the gateway itself keeps goes on."""
+    vehicle, hub, reader = SourceLog(LOG, "vehicle"), SourceLog(OTHER_LOG, "hub"), Assembler(timeout_s=10)
+    reader.begin([vehicle.frontier([(1,)], [], 9), hub.frontier([(1,)], [], 9)], 0.0)
+    said = Beginning(topics=[uris.uri("*", 0xFFFF0004, 1, 0x8005), SIGNALS[0]], service=at("vehicle"))
+    begun = Record(OTHER_LOG, 50, 0, 0, UMessageBuilder.publish(at("hub", 0x8006)).pack(said))
+    hub.seq = 50
+    assert reader.take([begun, hub.data((2,)), hub.frontier([(4,)], [])], 0.0) == []
+    assert times(reader.take([vehicle.frontier([(4,)], [], 60)], 1.0)) == [((2,), "")]
+    assert reader.take([begun, hub.data((5,)), hub.frontier([(7,)], [])], 2.0) == []
+    assert reader.due is not None
+    ((time, why),) = times(reader.overdue(100.0))
+    assert (time, bool(why)) == ((5,), True), "it does not wait for ever"
+
+
+def test_the_rest_of_an_epoch_comes_only_after_a_silence() -> None:
+    """A quiet gateway is waited for by its clock, so what it sends late is in time."""
+    one, other, reader = SourceLog(LOG), SourceLog(OTHER_LOG, "trailer"), Assembler(timeout_s=60)
+    reader.begin([one.frontier([(1,)], [], 9), other.frontier([(1,)], [], 9)], 0.0)
+    handed: list[Assembled] = []
+    for second in range(1, 60):
+        came = [one.data((second,)), one.frontier([(second + 1,)], [])]
+        if second > 10:
+            came.append(other.frontier([(second - 10,)], []))  # by its clock
+        if second == 40:
+            came[2:] = [other.data((32,)), other.frontier([(32,)], [(32,)])]  # some seconds old
+        handed += reader.take(came, float(second))
+    assert REST not in {why for _, why in times(handed)}
+    assert len(next(epoch for epoch in handed if epoch.epoch is not None and epoch.epoch.time == (32,)).records) == 2
+
+
+def test_a_beginning_of_another_gateway_loses_what_is_open() -> None:
+    vehicle, reader = SourceLog(LOG, "vehicle"), Assembler([SIGNALS[0]])
+    reader.begin([vehicle.frontier([(1,)], [], 9)], 0.0)
+    said = Beginning(topics=[SIGNALS[0]], service=at("vehicle"))
+    begun = Record(OTHER_LOG, 50, 0, 0, UMessageBuilder.publish(at("hub", 0x8006)).pack(said))
+    assert times(reader.take([vehicle.data((1,)), vehicle.frontier([(1,)], [(1,)]), begun], 0.0)) == [
+        ((1,), BEGUN_THERE)
+    ]
