@@ -184,6 +184,7 @@ class Assembly:
             runtime,
             self.losses.followed_gap,
             lambda: Backoff(FOLLOW_MS_MIN, FOLLOW_MS_MAX, runtime.rng),
+            self.new_stores.followed_before,
         )
         self.fast_senders = FastSenders()
         self.ledger = AuthorityLedger(

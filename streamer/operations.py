@@ -34,7 +34,7 @@ def operations_of(streamer: ChangeableAssembly, reloader: Reloader) -> Operation
         return {"vehicles": streamer.vehicles(max(0, min(given.number("count", VEHICLES_MAX), VEHICLES_MAX)))}
 
     async def cursors(_: Arguments) -> dict[str, Any]:
-        return {"cursors": streamer.cursors()[:CURSORS_MAX]}
+        return {"cursors": await streamer.cursors(CURSORS_MAX)}
 
     async def skip(given: Arguments) -> dict[str, Any]:
         endpoint, to_ms, dry_run = given.text("endpoint"), given.number("to_ms"), given.flag("dry_run")

@@ -17,7 +17,7 @@ from storage.runtime import Runtime
 from streamer import parts
 from streamer.assembly import Assembly
 from streamer.config import Config
-from streamer.egress.claims import listed
+from streamer.egress.claims import count, listed
 from streamer.egress.holds import SHOWN_AFTER_S, Label
 from streamer.operating import metrics
 from streamer.operating.meters import Meters
@@ -192,8 +192,12 @@ class ReportingAssembly(Assembly):
         log.info("a consumer was released", consumer=consumer, owner=owner)
         return owner
 
-    def cursors(self) -> list[dict[str, Any]]:
-        """Returns the backlog in the durable log of each endpoint, also of those not configured."""
+    async def cursors(self, most: int) -> list[dict[str, Any]]:
+        """Returns the backlog in the durable log of each endpoint, also of those not configured; of `most` endpoints.
+        Raises UStatusError."""
         durable = self.logs.durable
-        found = listed(durable.cursors.all(), durable.newest_seq, durable.oldest_seq)
-        return [dataclasses.asdict(one) for one in found]
+        pumps = {pump.peer.name: pump for pump in self.pumps if pump.log is durable}
+        found = [dataclasses.asdict(one) for one in listed(durable.cursors.all(), {})[:most]]
+        for one in found:
+            one["records"] = await count(durable, one["endpoint"], pumps.get(one["endpoint"]))
+        return found

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from history.file import damage as kinds
 from history.file import rows
 from history.file.damage import Damage, Ledger
-from history.file.load import AGAIN_PREFIX, FOLLOWED_PREFIX, PREDECESSOR_PREFIX, STALE_NAMES
+from history.file.load import PREDECESSOR_PREFIX, STALE_NAMES
 from history.file.opening import suspect_path
 from history.file.rows import DAMAGE, HOLE, LOG, META
 from history.records.chunk import unpack_streams
@@ -180,8 +180,7 @@ def make_another(
     given to others.
 
     It remembers that log and up to where both are the same, so that readers go on there (log.position_before), and
-    reports as damage that the rest is lost: up to `lost_to`, or 0 if that is unknown. Other logs are followed from the
-    positions here on, whatever was confirmed since (FollowedLogs.went_back). Returns the newest seq. Raises as
+    reports as damage that the rest is lost: up to `lost_to`, or 0 if that is unknown. Returns the newest seq. Raises as
     `copy_log`.
     """
     with contextlib.closing(disk.connect(path)) as db:
@@ -192,9 +191,7 @@ def make_another(
             known = sorted((seq, key) for key, seq in meta.items() if key.startswith(PREDECESSOR_PREFIX))
             for _, key in known[: max(0, len(known) - PREDECESSORS_MAX + 1)]:
                 db.execute("DELETE FROM meta WHERE key = ?", (key,))
-            followed = [key.removeprefix(FOLLOWED_PREFIX) for key in meta if key.startswith(FOLLOWED_PREFIX)]
             META.insert(db, [("incarnation", incarnation), (PREDECESSOR_PREFIX + old.hex(), newest)])
-            META.insert(db, [(AGAIN_PREFIX + key, 1) for key in followed])
             ours = DAMAGE.columns.index("incarnation")
             ledger = Ledger(
                 tuple(incarnation if at == ours and value == old else value for at, value in enumerate(row))

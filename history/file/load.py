@@ -47,7 +47,6 @@ OTHERS: Final = "*"  # ... or that all other authorities together had
 FOLLOWED_PREFIX: Final = "followed:"  # in meta, with a key of the follower: its position in another log
 # in meta, with the incarnation, in hex, of a log from a copy of which this one was made: both are the same to this seq
 PREDECESSOR_PREFIX: Final = "predecessor:"
-AGAIN_PREFIX: Final = "again:"  # in meta, with a key as of FOLLOWED_PREFIX: that position went back with this log
 STREAM_BYTES: Final = 4  # of one stream in Unindexed.streams
 NUMBERS_LEAP: Final = 1 << 20  # by which numbers are skipped if the next number is damaged
 # At most so many chunks are rolled forward on open. The index of streams is written this rarely: each of its pages then
@@ -131,7 +130,6 @@ class Loaded:
     positions: dict[str, bytes] = field(default_factory=dict)  # in logs that are followed, by key
     # logs from whose copies this one was made, by incarnation: up to this seq they are the same
     predecessors: dict[bytes, int] = field(default_factory=dict)
-    read_again: set[str] = field(default_factory=set)  # keys of positions that went back when this log was restored
     cursors: dict[str, Cursor] = field(default_factory=dict)
     cursors_lost: bool = False  # a cursor was lost, and even its name is uncertain
     holes: list[tuple[int, int]] = field(default_factory=list)  # (after, before): committed once, and lost
@@ -230,7 +228,6 @@ class Loading:
             for key, seq in meta.items()
             if key.startswith(PREDECESSOR_PREFIX)
         }
-        self._made.read_again = {key.removeprefix(AGAIN_PREFIX) for key in meta if key.startswith(AGAIN_PREFIX)}
         lost = [key for key, _ in bad]
         is_followed = [isinstance(key, str) and key.startswith(prefix) for key in lost]
         self._is_count_sure = all(is_followed)

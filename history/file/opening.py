@@ -27,7 +27,6 @@ from history.file import damage as kinds
 from history.file import rows
 from history.file.damage import Damage, Ledger
 from history.file.load import (
-    AGAIN_PREFIX,
     CURSORS_LOST,
     FOLLOWED_PREFIX,
     FORGOTTEN_PREFIX,
@@ -322,7 +321,7 @@ def _fill(
         "floor_seq": meta.get("floor_seq", max(0, first_seq - 1)),
         CURSORS_LOST: 1,  # it is unknown how many rows a damaged page had
     }
-    prefixes = (FORGOTTEN_PREFIX, FOLLOWED_PREFIX, PREDECESSOR_PREFIX, AGAIN_PREFIX)
+    prefixes = (FORGOTTEN_PREFIX, FOLLOWED_PREFIX, PREDECESSOR_PREFIX)
     kept |= {key: value for key, value in meta.items() if key == NEXT_STREAM or key.startswith(prefixes)}
     is_meta_whole = not bad and meta.keys() >= set(rows.META_KEYS)
     if not is_meta_whole and kept["floor_seq"]:  # rows about forgotten streams may be missing

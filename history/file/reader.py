@@ -25,6 +25,7 @@ from storage.faults import is_damage
 
 # read in one step, so that a step takes milliseconds and the next reader gets its turn
 SCAN_CHUNKS_MAX: Final = 256
+FIND_CHUNKS_MAX: Final = 1_024  # in one step, of which mostly the ids alone are read
 INDEX_ROWS_MAX: Final = 1_024  # read in one step, shared by the wanted streams
 SCAN_BYTES_MAX: Final = 16 << 20  # read from disk in one step; this limits memory as well
 BARE_BYTES: Final = 256  # a record counts as so many where its message is not read: such a step takes as long
@@ -191,6 +192,28 @@ class Reader:
                 if at >= 0:
                     return int(first_seq) + int(at) // ID_BYTES
         return None
+
+    def find_ids(self, ids: Set[bytes], after: int, until: int) -> tuple[dict[tuple[int, bytes], int], int]:
+        """Looks for records with these ids beyond the seq `after`, up to `until`: a bounded step. Returns their seqs by
+        stream and id, and how far it has looked. A record in a damaged chunk is not found."""
+        found: dict[tuple[int, bytes], int] = {}
+        query = "SELECT {} FROM chunk WHERE first_seq = ?"
+        with self._snapshot() as db:
+            start = db.execute("SELECT max(first_seq) FROM chunk WHERE first_seq <= ?", (after + 1,)).fetchone()[0] or 0
+            candidates = first_seqs(db, start, until, FIND_CHUNKS_MAX)
+            for first_seq in candidates:
+                try:
+                    (packed,) = db.execute(query.format("ids"), (first_seq,)).fetchone()
+                    parts = [packed[at : at + ID_BYTES] for at in range(0, len(packed), ID_BYTES)]
+                    if ids.isdisjoint(parts):
+                        continue
+                    (packed,) = db.execute(query.format("substr(data, 1, 4 * records)"), (first_seq,)).fetchone()
+                    keys = enumerate(zip(unpack_streams(packed), parts, strict=False), first_seq)
+                    found |= {key: seq for seq, key in keys if key[1] in ids and after < seq <= until}
+                except (sqlite3.DatabaseError, TypeError, struct.error) as error:
+                    if isinstance(error, sqlite3.DatabaseError) and not is_damage(error):
+                        raise
+        return found, until if len(candidates) < FIND_CHUNKS_MAX else candidates[-1]
 
     def first_after_time(self, time_ms: int) -> int | None:
         """Returns the first seq that was appended after `time_ms`, in the order of seqs, whatever the clock did."""

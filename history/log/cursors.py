@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from history.file.load import AGAIN_PREFIX, FOLLOWED_PREFIX, Cursor
+from history.file.load import FOLLOWED_PREFIX, Cursor
 from history.file.store import LogChanges
 from history.file.writer import CURSORS_IDLE_S, Append, FollowedFrom
 from history.log.storage import Storage
@@ -151,8 +151,6 @@ class FollowedLogs:
         self._log_name, self._storage = log_name, storage
         self._known = dict(storage.loaded.positions)
         self.under_way: Counter[str] = Counter()  # appends by key
-        # keys of positions that went back when this log was restored: what was confirmed beyond them is not here
-        self.went_back = set(storage.loaded.read_again)
 
     def positions(self) -> dict[str, bytes]:
         """Returns the committed position of each followed log, by key. One that moved alone may not be on disk yet."""
@@ -177,7 +175,6 @@ class FollowedLogs:
             return
         if position is None:
             del self._known[key]
-            self.caught_up(key)
         else:
             assert len(position) <= POSITION_BYTES_MAX, "a position is small: it is written often"
             self._refuse_beyond(key)
@@ -194,16 +191,7 @@ class FollowedLogs:
         if position is None:
             return
         self.keep(to, position, at_once=True)
-        if key in self.went_back:
-            self.went_back.add(to)
-            self._storage.save(LogChanges(meta={AGAIN_PREFIX + to: 1}))
         self.keep(key, None, at_once=True)
-
-    def caught_up(self, key: str) -> None:
-        """A position that `went_back` has reached everything that was confirmed before."""
-        if key in self.went_back:
-            self.went_back.discard(key)
-            self._storage.save(LogChanges(meta={AGAIN_PREFIX + key: None}))
 
     def begin(self, followed: FollowedFrom, records: int) -> None:
         """Raises RESOURCE_EXHAUSTED beyond FOLLOWED_MAX."""

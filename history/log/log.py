@@ -495,6 +495,11 @@ class Log(Streams):
         return await self._storage.run(self._storage.reader.recent_ids, count)
 
 
+async def find_ids(log: Log, ids: Set[bytes], after: int, until: int) -> tuple[dict[tuple[int, bytes], int], int]:
+    """See Reader.find_ids. Of a durable log."""
+    return await log._storage.run(log._storage.reader.find_ids, ids, after, until)
+
+
 def position_before(log: Log, positions: Mapping[bytes, int]) -> tuple[int, bytes]:
     """Returns the furthest of `positions`, by incarnation, in a log from a copy of which `log` was made, as far as both
     are the same; (0, b""): there is none."""

@@ -14,7 +14,7 @@ import asyncio
 import sqlite3
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
@@ -252,6 +252,9 @@ class VolatileStorage:
             if id in ids:
                 return chunk.seqs[len(ids) - 1 - ids[::-1].index(id)]
         return None
+
+    def find_ids(self, ids: Set[bytes], after: int, until: int) -> tuple[dict[tuple[int, bytes], int], int]:
+        raise AssertionError("only what a durable log has is known after a restart")
 
     def first_after_time(self, time_ms: int) -> int | None:
         chunks = self.tail.read(self.tail.after)

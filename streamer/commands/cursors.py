@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
+import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
@@ -21,7 +23,7 @@ import typer
 from history.file.load import Cursor
 from history.file.rows import CURSOR
 from history.log.log import Log
-from history.records.chunk import SEQ_MAX
+from history.records.chunk import SEQ_MAX, Stream, is_publish, unpack_streams
 from history.service.consumers import CURSOR_PREFIX as CONSUMER_PREFIX
 from history.service.consumers import owner_of, owners
 from storage.disk import REAL_DISK
@@ -29,10 +31,10 @@ from streamer.commands import terminal
 from streamer.commands.letters import moment_ms
 from streamer.commands.options import AsJson, DataDir, endpoints
 from streamer.egress import claims, skipping
-from streamer.egress.claims import Listed, endpoint_of
+from streamer.egress.claims import Listed, Waiting, endpoint_of
 from streamer.egress.holds import CURSOR_PREFIX, HELD_PREFIX, HOLDER, OWED_PREFIX, PARKED_PREFIX
 from streamer.egress.pump import BEGAN_PREFIX, SKIPPED_PREFIX
-from streamer.following.handover import FOLLOWED_PREFIX
+from streamer.following.handover import FOLLOWED_PREFIX, FOLLOWER_PREFIX
 from streamer.operating import control
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid
@@ -165,7 +167,25 @@ def listed(path: Path) -> list[Listed]:
     """Returns the list in the file. Raises UStatusError (INVALID_ARGUMENT: no log; FAILED_PRECONDITION: unreadable)."""
     rows, newest, oldest = _rows(path)
     found = {name: Cursor(seq, lease, bool(holds), *rest) for name, seq, lease, holds, *rest in rows}
-    return claims.listed(found, newest, oldest)
+    seqs = {name: one.seq for name, one in found.items()}
+    endpoints = {name.removeprefix(CURSOR_PREFIX) for name in seqs if name.startswith(CURSOR_PREFIX)}
+    return claims.listed(found, {one: _waiting(path, Waiting(one, seqs), newest, oldest) for one in endpoints})
+
+
+def _waiting(path: Path, waiting: Waiting, newest: int, oldest: int) -> int:
+    """Returns how many records wait for an endpoint. Raises as `listed`."""
+    first = min(max(waiting.first, oldest - 1), newest)
+    to, records, kinds = min(newest, first + claims.COUNTED_MAX), 0, dict[int, bool]()
+    query = "SELECT first_seq, substr(data, 1, 4 * records) FROM chunk WHERE first_seq BETWEEN ? AND ?"
+    with _looked_into(path) as db:
+        start = db.execute("SELECT max(first_seq) FROM chunk WHERE first_seq <= ?", (first + 1,)).fetchone()[0] or 0
+        for id, sink in db.execute("SELECT id, sink FROM stream"):
+            kinds[id] = is_publish(Stream(id, b"", sink))
+        for first_seq, packed in db.execute(query, (start, to)):
+            for seq, stream in enumerate(unpack_streams(packed), first_seq):
+                after = waiting.after(stream, is_publish=kinds.get(stream, True))
+                records += first < seq <= to and seq > after
+    return records + newest - to
 
 
 def consuming(path: Path) -> list[Consumer]:
@@ -190,17 +210,21 @@ def consuming(path: Path) -> list[Consumer]:
 def _rows(path: Path) -> tuple[list[Any], int, int]:
     """Returns all cursors and the seqs of the newest and the oldest record. Raises as `listed`."""
     _require_log(path)
+    with _looked_into(path) as db:
+        rows = list(CURSOR.read(db, []))
+        newest, oldest = db.execute("SELECT max(first_seq + records - 1), min(first_seq) FROM chunk").fetchone()
+    return rows, newest or 0, oldest or 1
+
+
+@contextmanager
+def _looked_into(path: Path) -> Iterator[sqlite3.Connection]:
+    """Raises UStatusError (FAILED_PRECONDITION) if it can't be read."""
     try:
-        db = REAL_DISK.look(path)
-        try:
-            rows = list(CURSOR.read(db, []))
-            newest, oldest = db.execute("SELECT max(first_seq + records - 1), min(first_seq) FROM chunk").fetchone()
-        finally:
-            db.close()
-    except sqlite3.Error as error:
+        with closing(REAL_DISK.look(path)) as db:
+            yield db
+    except (sqlite3.Error, struct.error, TypeError) as error:
         why = f"the cursors in {path} can't be read ({error}): a log of another version, or damaged"
         raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
-    return rows, newest or 0, oldest or 1
 
 
 async def _release(path: Path, consumer: str) -> str:
@@ -235,14 +259,29 @@ async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False) 
             began = rows[BEGAN_PREFIX + new].seq if BEGAN_PREFIX + new in rows else leaves.seq
             await _require_order(log, old, leaves, new, began, heir.seq)
         both = leaves if heir is None else leaves.earliest(heir)
+        followers = {name: one for name, one in rows.items() if name.startswith(FOLLOWED_PREFIX)}
+        acknowledged = [one for name in (old, new) if (one := followers.get(FOLLOWED_PREFIX + name)) is not None]
+        if FOLLOWED_PREFIX + new in followers and FOLLOWED_PREFIX + old not in followers:
+            await _require_no_publishes(log, old, new)
+        own = [rows[CURSOR_PREFIX + name].seq for name in (old, new) if CURSOR_PREFIX + name in rows]
         for name in rows:
             if endpoint_of(name) in (old, new) and not name.startswith(SKIPPED_PREFIX):
                 log.cursors.drop(name)
-        if (followed := rows.get(FOLLOWED_PREFIX + new)) is not None:  # its follower goes on before what it had
-            log.cursors.set(FOLLOWED_PREFIX + new, both.seq, holds=followed.holds, holder=followed.holder)
-        log.cursors.set(CURSOR_PREFIX + new, both.seq, holds=True, holder=HOLDER)
+        if acknowledged:  # who follows reads from its own position. If nobody does any more, publishes are pushed
+            seq = min(one.seq for one in acknowledged)
+            log.cursors.set(FOLLOWED_PREFIX + new, seq, holds=True)
+        for name, one in rows.items():
+            if name.startswith((f"{FOLLOWER_PREFIX}{new}:", f"{FOLLOWER_PREFIX}{old}:")):
+                log.cursors.set(f"{FOLLOWER_PREFIX}{new}:{name.split(':', 2)[2]}", one.seq)
+        log.cursors.set(CURSOR_PREFIX + new, min(own), holds=True, holder=HOLDER)
+        owed = {
+            name.rpartition(":")[2]
+            for name in rows
+            if name.startswith((f"{OWED_PREFIX}{old}:", f"{OWED_PREFIX}{new}:"))
+        }
         for stream, seq in both.parked.items():
-            log.cursors.set(f"{PARKED_PREFIX}{new}:{stream}", seq, holds=True, holder=HOLDER)
+            prefix = OWED_PREFIX if acknowledged and stream in owed else PARKED_PREFIX
+            log.cursors.set(f"{prefix}{new}:{stream}", seq, holds=True, holder=HOLDER)
         for unit, seq in both.held.items():
             log.cursors.set(f"{HELD_PREFIX}{new}:{unit}", seq, holder=HOLDER)
     return next(one for one in listed(path) if one.endpoint == new)
@@ -274,6 +313,21 @@ class Place:
             }
 
         return Place(min(self.seq, other.seq), both(self.parked, other.parked), both(self.held, other.held))
+
+
+async def _require_no_publishes(log: Log, old: str, new: str) -> None:
+    """Raises FAILED_PRECONDITION if publishes wait for `old`, since who follows behind `new` would never read them."""
+    waiting, newest = Waiting(old, log.cursors.seqs()), log.newest_seq
+
+    def after(stream: int) -> int | None:
+        return waiting.after_in(log, stream) if is_publish(log.stream(stream)) else None
+
+    if records := (await skipping.count(log, min(waiting.first, newest), newest, after)).records:
+        what = (
+            f"{records} publishes wait for {old!r}, and who is behind {new!r} follows our history: it reads by itself"
+        )
+        how = f"take followed_by from {new!r}, start and stop the streamer, adopt them, and give followed_by back once"
+        raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}, and from where it is. {how} they have left")
 
 
 def _after(rows: Mapping[str, Cursor], prefix: str) -> dict[str, int]:
@@ -314,10 +368,10 @@ async def _streams(log: Log, after: int, until: int) -> set[int]:
 
 async def _forget(path: Path, endpoint: str) -> int:
     """Remove all cursors of `endpoint`. Returns how many records waited for it. Raises as `_adopt`."""
-    records = sum(one.records for one in listed(path) if one.endpoint == endpoint)
     async with await _open(path) as log:
         rows = log.cursors.all()
         _require(rows, endpoint)
+        records = await claims.count(log, endpoint)
         for name in rows:
             if endpoint_of(name) == endpoint:
                 log.cursors.drop(name)

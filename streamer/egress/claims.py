@@ -10,25 +10,59 @@ Absence is counted while the streamer runs, by a monotonic clock: a week in the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import structlog
 
 from history.file.load import Cursor
 from history.log.log import Log
+from history.records.chunk import SEQ_MAX, is_publish
+from streamer.egress import skipping
 from streamer.egress.holds import CURSOR_PREFIX, HELD_PREFIX, OWED_PREFIX, PARKED_PREFIX
 from streamer.egress.pump import BEGAN_PREFIX, SKIPPED_PREFIX, Pump
-from streamer.following.handover import FOLLOWED_PREFIX
+from streamer.following.handover import FOLLOWED_PREFIX, FOLLOWER_PREFIX
 from streamer.operating.states import Condition, Sample
 from streamer.walk.endpoint import Endpoint
+from uprotocol.status import UStatusError
 
 SAVE_S: Final = 600.0  # between two saves of absences
+COUNTED_MAX: Final = 200_000  # records that `cursors list` looks at for one endpoint; of more, all later ones count
 WARNING: Final = 0.9  # share of the limit; beyond it readiness says that the claim will end
 
 log = structlog.get_logger()
+
+
+class Waiting:
+    """Up to where an endpoint has had each stream of a log, by the log's cursors: publishes as far as its follower has
+    acknowledged them, if it has one; topics that are held as far as they are. It has no record of which of the others
+    somebody there wants: all of them count."""
+
+    def __init__(self, endpoint: str, seqs: Mapping[str, int]) -> None:
+        self._others = seqs.get(CURSOR_PREFIX + endpoint, SEQ_MAX)
+        self._publishes = seqs.get(FOLLOWED_PREFIX + endpoint, self._others)
+        self._streams: dict[int, int] = {}
+        for name, seq in seqs.items():
+            if name.startswith((f"{PARKED_PREFIX}{endpoint}:", f"{OWED_PREFIX}{endpoint}:")):
+                stream = int(name.rpartition(":")[2])
+                self._streams[stream] = min(seq, self._streams.get(stream, seq))
+
+    @property
+    def first(self) -> int:
+        """Returns the seq after which the first record that waits may be."""
+        return min([self._others, self._publishes, *self._streams.values()])
+
+    def after(self, stream: int, *, is_publish: bool) -> int:
+        """Returns the seq up to which it has had a stream."""
+        had = self._publishes if is_publish else self._others
+        return min(had, self._streams.get(stream, had))
+
+    def after_in(self, source: Log, stream: int) -> int:
+        return self.after(stream, is_publish=source.knows_stream(stream) and is_publish(source.stream(stream)))
 
 
 @dataclass(slots=True)
@@ -37,20 +71,44 @@ class Unclaimed:
 
     endpoint: str
     log: Log
-    cursors: dict[str, int]  # the endpoint's own, and those of its holds
+    names: set[str]  # of its own cursor, its follower's, and those of its holds
     absent_ms: int
+    records: int = 0  # that wait for it, as of the last look; those that are not in memory all count until `count`
+    _seqs: dict[str, int] = field(default_factory=dict)
+    _counted_to: int = 0
+
+    def look(self) -> None:
+        """Count what has come, or count again after cursors have moved."""
+        source, cursors = self.log, self.log.cursors
+        seqs = {name: seq for name in self.names if (seq := cursors.seq(name)) is not None}
+        waiting, newest = Waiting(self.endpoint, seqs), source.newest_seq
+        if seqs != self._seqs:
+            self._seqs, self.records, self._counted_to = seqs, 0, min(max(waiting.first, source.floor_seq), newest)
+        chunks = source.tail(self._counted_to)
+        if chunks is None:
+            chunks = source.tail(source.in_memory_after) or []
+            self.records += source.in_memory_after - self._counted_to
+        for chunk in chunks:
+            after = {stream: max(self._counted_to, waiting.after_in(source, stream)) for stream in chunk.stream_set}
+            self.records += sum(seq > after[stream] for seq, stream in zip(chunk.seqs, chunk.streams, strict=True))
+        self._counted_to = newest
+
+    async def count(self) -> None:
+        """Count all again, also those that are not in memory. Raises UStatusError."""
+        seqs, records, waiting = self._seqs, self.records, Waiting(self.endpoint, self._seqs)
+        found = await skipping.count(self.log, waiting.first, self._counted_to, partial(waiting.after_in, self.log))
+        if seqs is self._seqs:
+            self.records += found.records - records
 
     @property
-    def records(self) -> int:
-        """Returns how many records wait after its own cursor."""
-        names = (CURSOR_PREFIX + self.endpoint, FOLLOWED_PREFIX + self.endpoint)
-        seq = min(self.cursors.get(name, self.log.newest_seq) for name in names)
-        return self.log.newest_seq - max(seq, min(self.log.floor_seq, self.log.newest_seq))
+    def first(self) -> int:
+        """Returns the seq after which the first record that waits may be."""
+        return Waiting(self.endpoint, self._seqs).first
 
     @property
     def topics(self) -> int:
         """Returns how many topics and addresses are held."""
-        return sum(name.startswith((PARKED_PREFIX, HELD_PREFIX)) for name in self.cursors)
+        return sum(name.startswith((PARKED_PREFIX, HELD_PREFIX)) for name in self.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +117,40 @@ class Listed:
 
     endpoint: str
     seq: int
-    records: int  # after it
+    records: int  # that wait for it
     holds: bool  # retention by age waits for it
     absent_hours: float  # only time in which the streamer ran
     parked_topics: int  # topics that are undecided or paused
     held_addresses: int  # addresses that are refused by its network, or unheard
 
 
-def listed(rows: Mapping[str, Cursor], newest: int, oldest: int) -> list[Listed]:
-    """Returns the cursors of endpoints in one log, by name; `newest`, `oldest`: seqs of the log's records."""
+def listed(rows: Mapping[str, Cursor], records: Mapping[str, int]) -> list[Listed]:
+    """Returns the cursors of endpoints in one log, by name; `records`: how many records wait for each."""
     parked = Counter(name.split(":")[1] for name in rows if name.startswith(PARKED_PREFIX))
     held = Counter(name.split(":")[1] for name in rows if name.startswith(HELD_PREFIX))
     found = []
     for name, row in rows.items():
         if name.startswith(CURSOR_PREFIX):
-            endpoint, waits = name.removeprefix(CURSOR_PREFIX), max(0, newest - max(row.seq, oldest - 1))
+            endpoint = name.removeprefix(CURSOR_PREFIX)
+            waits = records.get(endpoint, 0)
             hours = round(row.absent_ms / 3_600_000, 1)
             found.append(Listed(endpoint, row.seq, waits, row.holds, hours, parked[endpoint], held[endpoint]))
     return sorted(found, key=lambda one: one.endpoint)
+
+
+async def count(source: Log, endpoint: str, pump: Pump | None = None) -> int:
+    """Returns how many records wait for an endpoint. With its pump, only those that somebody there wants count. Raises
+    UStatusError."""
+    waiting, newest = Waiting(endpoint, source.cursors.seqs()), source.newest_seq
+
+    def after(stream: int) -> int | None:
+        if pump is not None and not (pump.plans.is_followed and is_publish(source.stream(stream))):
+            return skipping.waits_after(pump, stream)
+        return waiting.after_in(source, stream)
+
+    first = min(waiting.first, newest)
+    to = min(newest, first + COUNTED_MAX)
+    return (await skipping.count(source, first, to, after)).records + newest - to
 
 
 class Claims:
@@ -89,6 +163,7 @@ class Claims:
         self._pumps, self._logs, self.limit_ms, self._away_s = pumps, logs, limit_ms, away_s
         self._saved_at = asyncio.get_running_loop().time()
         self.unclaimed: list[Unclaimed] = []
+        self._found = asyncio.Event()  # they have changed
 
     def load(self) -> None:
         """Find the records that wait for endpoints that are not configured; drop their cursors if none wait."""
@@ -108,10 +183,11 @@ class Claims:
             for name, cursor in one.cursors.all().items():
                 endpoint = _owner(name)
                 if endpoint and endpoint not in known:
-                    waits = found.setdefault(endpoint, Unclaimed(endpoint, one, {}, 0))
-                    waits.cursors[name] = cursor.seq
+                    waits = found.setdefault(endpoint, Unclaimed(endpoint, one, set(), 0))
+                    waits.names.add(name)
                     waits.absent_ms = max(waits.absent_ms, cursor.absent_ms)
             for waits in found.values():
+                waits.look()
                 if waits.records or waits.topics:
                     self.unclaimed.append(waits)
                     if (waits.endpoint, one) not in before:
@@ -119,13 +195,40 @@ class Claims:
                         what = "records wait for an endpoint that is not configured"
                         log.error(what, endpoint=waits.endpoint, **counts)
                 else:
-                    for name in waits.cursors:
-                        one.cursors.drop(name)
+                    self._drop(waits)
+        self._found.set()
+
+    def _drop(self, waits: Unclaimed) -> None:
+        for name in waits.log.cursors.seqs():
+            if name in waits.names or name.startswith(f"{FOLLOWER_PREFIX}{waits.endpoint}:"):
+                waits.log.cursors.drop(name)
+
+    def _look(self) -> list[Unclaimed]:
+        """Returns for whom something waits."""
+        for waits in self.unclaimed:
+            waits.look()
+        return [waits for waits in self.unclaimed if waits.records or waits.topics]
+
+    async def _count(self) -> None:
+        """Count what waits for endpoints that are not configured; drop their cursors if nothing does."""
+        self._found.clear()
+        for waits in list(self.unclaimed):
+            with contextlib.suppress(UStatusError):  # as before
+                await waits.count()
+            if waits in self.unclaimed and waits not in self._look():
+                self.unclaimed.remove(waits)
+                self._drop(waits)
 
     async def watch(self) -> None:
-        """Save how long each endpoint has been away, until cancelled."""
+        """Save how long each endpoint has been away, and count what waits for those that are not configured, until
+        cancelled."""
         while True:
-            await asyncio.sleep(SAVE_S)
+            await self._count()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._saved_at + SAVE_S):
+                    await self._found.wait()
+                continue
+            self.find_unclaimed()
             away_ms = {pump.peer.name: int(self._away_s(pump.peer) * 1000) for pump in self._pumps}
             self.passed(self._unsaved_ms, away_ms)
 
@@ -146,11 +249,13 @@ class Claims:
             pump.topic_holds.wait(ms)
         for waits in self.unclaimed:
             waits.absent_ms += ms
-            for name, seq in waits.cursors.items():
-                waits.log.cursors.set(name, seq, holds=waits.absent_ms < self.limit_ms, absent_ms=waits.absent_ms)
+            cursors, holds = waits.log.cursors, waits.absent_ms < self.limit_ms
+            for name in waits.names:
+                if (seq := cursors.seq(name)) is not None:
+                    cursors.set(name, seq, holds=holds, absent_ms=waits.absent_ms)
 
     def samples(self) -> Iterator[Sample]:
-        for waits in self.unclaimed:
+        for waits in self._look():
             yield "unclaimed_records", (waits.endpoint, waits.log.name), waits.records
 
     def conditions(self) -> Iterator[Condition]:
@@ -164,7 +269,7 @@ class Claims:
                 yield Condition(
                     f"{what}: {self._end(pump.topic_holds.waited_ms)} what has come of them", pump.peer.name
                 )
-        for waits in self.unclaimed:
+        for waits in self._look():
             parked = f" and {waits.topics} parked topics" if waits.topics else ""
             yield Condition(
                 f"{waits.records} records{parked} wait for endpoint {waits.endpoint!r}, which is not configured: give "
@@ -179,7 +284,8 @@ class Claims:
 
 def endpoint_of(name: str) -> str:
     """Returns the endpoint that a cursor belongs to, in whichever way; "" if it is none of an endpoint."""
-    return name.split(":")[1] if name.startswith((BEGAN_PREFIX, SKIPPED_PREFIX)) else _owner(name)
+    prefixes = (BEGAN_PREFIX, SKIPPED_PREFIX, FOLLOWER_PREFIX)
+    return name.split(":")[1] if name.startswith(prefixes) else _owner(name)
 
 
 def _owner(name: str) -> str:

@@ -6,7 +6,8 @@ answer -> Acceptor -> wanted records: the verdicts of the ingress, ids -> one ap
 
 The position in the other log and the records up to it are stored in one transaction. So nothing is lost or doubled when
 either side is killed, or the link is cut, at any moment. A gateway is followed only after it has handed over; then it
-pushes no publishes. A publisher goes on sending plain copies. Each copy is a doorbell: we ask the history at once, and
+pushes no publishes. What it has pushed since our position is read as well, and dropped if it is here (pushed.py).
+A publisher goes on sending plain copies. Each copy is a doorbell: we ask the history at once, and
 do not store the copy if it was made after we had a position. Earlier publishes are stored as they come.
 """
 
@@ -28,7 +29,8 @@ from history.reading.acceptor import Accepted, Acceptor, ReaderState, Record
 from history.reading.following import Following, FollowingOptions, FollowMode
 from streamer.following.covered import Covered, Digest
 from streamer.following.not_kept import NotKept
-from streamer.following.sorting import Doorbell, HeldThere, Intake, Sorted, Sorting
+from streamer.following.pushed import PushedBefore, Sorted
+from streamer.following.sorting import Doorbell, Intake, Sorting
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.hosted import AccessPattern
 from streamer.walk.view import match
@@ -107,8 +109,8 @@ class _RestartedError(UStatusError):
 
 
 class Followed:
-    """One history that is followed. `counts`: records (that came), stored, duplicate, unwanted, loop, spoofed,
-    unreadable, refused (appends), doorbells, gaps, denied (topics that we may not read there)."""
+    """One history that is followed. `counts`: records (that came), stored, duplicate, pushed_before, unwanted, loop,
+    spoofed, unreadable, refused (appends), doorbells, gaps, denied (topics that we may not read there)."""
 
     def __init__(self, follows: Intake, service: UUri, endpoint: Endpoint, follow: Follow | None) -> None:
         self.service, self.endpoint, self.follow = service, endpoint, follow
@@ -124,6 +126,8 @@ class Followed:
         self._capacity_freed = asyncio.Event()
         self._came = asyncio.Event()
         stored = self._log.followed.position(self.key)
+        kept = FollowedPlaces.FromString(stored or b"")
+        self._was_ended, self._pushed = kept.ended, PushedBefore(self._log, kept.pushed_after)
         self.announced_at = asyncio.get_running_loop().time()  # or found otherwise
         self.has_position = asyncio.Event()  # the position is on disk
         if stored is not None:
@@ -356,31 +360,29 @@ class Followed:
     async def _take_over(self, following: Following, reader_state: ReaderState) -> None:
         """Ask the gateway to stop pushing publishes. Raises its refusal; then it pushes all of them, and nothing is
         followed."""
-        if not self.has_position.is_set():  # saved before we ask, so that a later run knows whom to ask to push again
-            await self._keep_first(reader_state)
-        self._sorting.held_there = {}
-        went_back, is_behind = self.key in self._log.followed.went_back, False
+        if not self.has_position.is_set() or self._was_ended:  # saved before, so that a later run knows whom to ask to
+            await self._keep_first(reader_state)  # push again
+            self._was_ended = False
+        was_followed = bool(reader_state.positions)
+        stored = FollowedPlaces.FromString(self._log.followed.position(self.key) or b"")
+        self._pushed = PushedBefore(self._log, stored.pushed_after)
         for position in await following.commands.hand_over(HandOver(take=True, takes_held=True)):
-            # records up to `known` are safe here; those up to `position.seq` were pushed, are held there, or are ours
-            known = reader_state.positions.get(position.incarnation, position.seq)
-            begin = min([position.seq, *(one.after_seq for one in position.held)])
-            is_behind = is_behind or known < position.seq
-            if went_back and known < position.seq:  # we had confirmed those between, and our log has lost them
-                reader_state.positions[position.incarnation] = known
-                continue
-            if known < position.seq:
-                what = "following further on: what lies between was pushed, or is read if it was held"
-                log.info(what, service=self.key, after=known, begin=begin, pushed_to=position.seq)
-                self._covered.clear()  # all topics have a hole
-            if position.incarnation not in reader_state.positions:
-                known = begin
-            if position.held and known < position.seq:
-                self._sorting.held_there[position.incarnation] = HeldThere(position.seq, position.held)
-            reader_state.positions[position.incarnation] = max(known, begin)
+            known = reader_state.positions.get(position.incarnation)
+            if known is None:  # we begin; but of a new log of a history that we follow, all is new
+                known = min([position.seq, *(one.after_seq for one in position.held)])
+                if was_followed or position.acknowledged:
+                    known = 0
+                if position.acknowledged and not was_followed:
+                    self._follows.on_emptied(self.service, self.endpoint.name, position.seq)
+            reader_state.positions[position.incarnation] = known
+            if known < position.seq:  # what lies between was pushed, or was not: our log says which
+                what = "reading on from our position: what was pushed since then is not stored again"
+                log.info(what, service=self.key, after=known, pushed_to=position.seq)
+                self._pushed.up_to[position.incarnation] = position.seq
             if position.in_memory:
                 reader_state.idle.add(position.incarnation)
-        if went_back and not is_behind:
-            self._log.followed.caught_up(self.key)
+        if not was_followed:  # acknowledged only once it is safe: else a kill would look as if our log had been lost
+            await self._keep_first(reader_state)
         self.is_handed_over = True
 
     async def _find_position(self, following: Following) -> ReaderState:
@@ -513,16 +515,8 @@ class Followed:
     async def _append(self, pending: Pending) -> bool:
         """Append records and position. Returns whether the position is on disk."""
         stored = self._stored(pending.reader_state, pending.covered)
-        shares: dict[Log, list[Sorted]] = {}
-        for record in pending.records:
-            if isinstance(record, Beginning):
-                shares.setdefault(self._log, []).append(self._beginning_here(record))
-                continue
-            found = self._sorting.sort(record)
-            if found is not None:
-                shares.setdefault(found.target, []).append(found)
-            self.counts["records"] += 1
-        is_kept = False
+        shares, is_kept = await self._shares(pending.records), False
+        beginnings = sum(one.key is None for share in shares.values() for one in share)
         # the log in memory first, since the position covers both
         for target in sorted(shares, key=lambda one: one.durable):
             share = shares.pop(target)
@@ -532,18 +526,57 @@ class Followed:
                 streams, messages = [one.stream for one in share], [one.message for one in share]
                 await self._follows.append(target, streams, messages, notes)
             except BaseException:
-                for one in (*share, *chain.from_iterable(shares.values())):
-                    if one.key is not None:
-                        self._follows.dispatch.window.forget(one.key)
+                self._sorting.forget((*share, *chain.from_iterable(shares.values())))
                 raise
             self.counts["stored"] += sum(one.key is not None for one in share)
             is_kept = target is self._log
         if not is_kept:
             self._log.followed.keep(self.key, stored)
-        self._unreported -= sum(isinstance(record, Beginning) for record in pending.records)
+        self._unreported -= beginnings
         if self._log.frontier_ids and self._covered_kept != pending.covered == self._covered_digest:
             self._keep_covered(pending.covered)
         return is_kept
+
+    async def _shares(self, records: Sequence[Record | Beginning]) -> dict[Log, list[Sorted]]:
+        """Returns what is to be stored, by log: not what is here already. Raises UStatusError."""
+        pushed, had = self._pushed, frozenset[tuple[int, bytes]]()
+        doubtful = {id(one) for one in records if isinstance(one, Record) and pushed.concerns(one)}
+        if doubtful:  # a pushed copy may be under way into our log, and its append may fail
+            await self._follows.ingress(self.endpoint).settled()
+        found = [
+            (one, self._beginning_here(one) if isinstance(one, Beginning) else self._sorting.sort(one))
+            for one in records
+        ]
+        if doubtful:
+            here = [to for one, to in found if isinstance(to, Sorted) and id(one) in doubtful]
+            try:
+                had = await pushed.had(here)
+            except BaseException:
+                self._sorting.forget(here)
+                raise
+        shares: dict[Log, list[Sorted]] = {}
+        parts: dict[uris.Key, UUri] = {}  # topics of which our log has a record outside of its epoch
+
+        def end_parts() -> None:
+            if parts:
+                shares.setdefault(self._log, []).append(self._beginning_here(self._beginning([*parts.values()])))
+                parts.clear()
+
+        for record, to in found:
+            if isinstance(record, Record):
+                self.counts["records"] += 1
+                if isinstance(to, Sorted) and id(record) in doubtful and (to.stream, to.message.id_bytes) in had:
+                    to = True
+                if to is True:
+                    self.counts["pushed_before" if id(record) in doubtful else "duplicate"] += 1
+                    if record.epoch is not None:
+                        source = record.message.attributes.source
+                        parts[uris.key(source)] = source
+            if isinstance(to, Sorted):
+                end_parts()
+                shares.setdefault(to.target, []).append(to)
+        end_parts()
+        return shares
 
     def _keep_covered(self, digest: Digest) -> None:
         """Save the covered topics, which are long and rarely change. The position has only their digest."""
@@ -580,7 +613,10 @@ class Followed:
         positions = reader_state.request()
         for position in positions:
             position.in_memory = position.incarnation in reader_state.idle
-        stored = FollowedPlaces(positions=positions, topics=covered)
+        here = self._pushed.after  # while it pushes, as it was
+        if self.is_handed_over:
+            here = self._pushed.seq_here(reader_state.positions.items())
+        stored = FollowedPlaces(positions=positions, topics=covered, pushed_after=here)
         if self._confirmed_since is not None:
             stored.since.CopyFrom(uuids.from_bytes(self._confirmed_since))
         return stored.SerializeToString()

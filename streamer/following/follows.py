@@ -15,6 +15,7 @@ from typing import Final
 
 import structlog
 
+from history.log.cursors import FollowedLogs
 from storage.runtime import Runtime
 from streamer.following.followed import COVERED, Follow, Followed
 from streamer.following.not_kept import HISTORIES_SHOWN_MAX
@@ -27,6 +28,7 @@ from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     Announcement,
+    FollowedPlaces,
     Gap,
 )
 from uprotocol.core.usubscription.wire import Entry, to_uri
@@ -40,7 +42,9 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest, Topics
 
-STATES: Final = ("handed_over", "beside_copies", "away")  # of a conversation; values of a label of the metrics
+# of a conversation, or that there is none any more; values of a label of the metrics
+STATES: Final = ("handed_over", "beside_copies", "away", "ended")
+ENDED_MAX: Final = 1_000  # positions in histories that are not followed any more, some 600 bytes each
 FOLLOWED_MAX: Final = 4_096  # services: a fleet behind one gateway; each has a task and positions
 # of one authority, found by announcements: a vehicle has some publishers with a history of their own
 PUBLISHERS_OF_ONE_MAX: Final = 64
@@ -68,9 +72,11 @@ class Follows(Intake, UListener):
         runtime: Runtime,
         on_gap: Callable[[UUri, Gap], None],
         backoff: Callable[[], Backoff],
+        on_emptied: Callable[[UUri, str, int], None] = lambda service, endpoint, seq: None,
     ) -> None:
-        """`on_gap(service, gap)` is called for records that are lost."""
-        super().__init__(endpoints, hosted, local, runtime, on_gap, backoff)
+        """`on_gap(service, gap)` is called for records that are lost; `on_emptied(service, endpoint, seq)` if a log of
+        ours that is lost had its records up to `seq`."""
+        super().__init__(endpoints, hosted, local, runtime, on_gap, backoff, on_emptied)
         self._configured, self._hosted, self._interest = follows, hosted, interest
         self._followed: dict[str, Followed] = {}
         # histories by authority and by its family; and those that may have any topic
@@ -84,6 +90,7 @@ class Follows(Intake, UListener):
         self._waits = set[asyncio.Timeout]()  # of answers, for the position in a history
         self._to_run: dict[str, Callable[[], Coroutine[None, None, None]]] = {}
         self._refused = 0  # announced histories beyond FOLLOWED_MAX
+        self._ended = dict[str, None]()  # keys of positions of histories that are not followed any more
 
     def __repr__(self) -> str:
         return f"Follows({list(self._followed)})"
@@ -181,6 +188,8 @@ class Follows(Intake, UListener):
         follow = self._follow_for(service, endpoint)
         if follow is not None or service.ue_id >> 16:
             self._follow(service, endpoint, follow)
+        elif FollowedPlaces.FromString(self.logs.durable.followed.position(key) or b"").ended:
+            self._keep_ended(key)
         else:
             self._run(key, functools.partial(self._end, key, service, endpoint))
 
@@ -190,14 +199,26 @@ class Follows(Intake, UListener):
         while True:
             try:
                 await Followed(self, service, endpoint, None).end()
+                break
             except UStatusError as error:
-                if error.code not in (UCode.PERMISSION_DENIED, UCode.UNIMPLEMENTED):
-                    await backoff.wait()
-                    continue
-            for one in (key, COVERED + key):
-                self.logs.durable.followed.keep(one, None)
-            log.info("a history is not followed any more", service=key)
-            return
+                if error.code in (UCode.PERMISSION_DENIED, UCode.UNIMPLEMENTED):
+                    break
+                await backoff.wait()
+        self._keep_ended(key)
+        log.info("a history is not followed any more: our position in it is kept", service=key)
+
+    def _keep_ended(self, key: str) -> None:
+        """Keep the position for the day that the history is followed again; of ENDED_MAX, the latest."""
+        self._ended[key] = None
+        followed = self.logs.durable.followed
+        kept = FollowedPlaces.FromString(followed.position(key) or b"")
+        kept.ended = True
+        followed.keep(key, kept.SerializeToString(), at_once=True)
+        followed.keep(COVERED + key, None)
+        while len(self._ended) > ENDED_MAX:
+            oldest = next(iter(self._ended))
+            del self._ended[oldest]
+            followed.keep(oldest, None)
 
     def _run(self, key: str, run: Callable[[], Coroutine[None, None, None]]) -> None:
         if self._is_running:
@@ -211,6 +232,7 @@ class Follows(Intake, UListener):
         return min(found, key=lambda one: one.is_wide, default=None)
 
     def _follow(self, service: UUri, endpoint: Endpoint, follow: Follow | None) -> None:
+        _inherit(self.logs.durable.followed, self._endpoints, endpoint.name, uris.format(service))
         followed = Followed(self, service, endpoint, follow)
         if followed.key in self._followed:
             return
@@ -219,6 +241,7 @@ class Follows(Intake, UListener):
             if self._refused == 1:
                 log.error("no more histories can be followed", limit=FOLLOWED_MAX, service=followed.key)
             return
+        self._ended.pop(followed.key, None)
         self._followed[followed.key] = followed
         self.histories = len(self._followed)
         for name in _names_of(service.authority_name):
@@ -369,8 +392,10 @@ class Follows(Intake, UListener):
     def samples(self) -> Iterator[Sample]:
         for endpoint in self._endpoints:
             there = [one for one in self if one.endpoint is endpoint]
-            states = Counter(one.state for one in there)
-            yield from each("followed", (endpoint.name,), {state: states[state] for state in STATES if there})
+            states = Counter[str](one.state for one in there)
+            states["ended"] = sum(key.startswith(f"{endpoint.name}:") for key in self._ended)
+            shown = [state for state in STATES if there or states["ended"]]
+            yield from each("followed", (endpoint.name,), {state: states[state] for state in shown})
             became = sum((one.counts for one in there), Counter[str]())
             yield from each("followed_records", (endpoint.name,), became)
             if there:
@@ -390,6 +415,18 @@ class Follows(Intake, UListener):
                 yield Condition(what, followed.endpoint.name)
         if self._refused:
             yield Condition(f"more than {FOLLOWED_MAX} histories are to be followed, which is the limit")
+
+
+def _inherit(followed: FollowedLogs, endpoints: Endpoints, endpoint: str, service: str) -> None:
+    """What counts is the history, not the endpoint's name: continue where we were under another name, which is not
+    configured any more."""
+    if followed.position(f"{endpoint}:{service}") is None:
+        for key in followed.positions():
+            name, _, of = key.partition(":")
+            if of == service and not key.startswith((COVERED, OTHERS)) and name not in endpoints:
+                for prefix in ("", COVERED):
+                    followed.rename(prefix + key, f"{prefix}{endpoint}:{service}")
+                return
 
 
 def _names_of(authority: str) -> set[str]:

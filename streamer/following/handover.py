@@ -1,7 +1,8 @@
 """Handing over: whether publishes are pushed to the gateway behind an endpoint, or it follows our history instead.
 
-HandOver take -> is it named in `followed_by`? -> pumps: stop sending publishes -> the seq after which it follows
+HandOver take -> is it named in `followed_by`? -> pumps: stop sending publishes -> the seq up to which they were pushed
 acked         -> cursor `followed:ENDPOINT`: retention keeps later records   (survives a restart)
+                 cursor `follower:ENDPOINT:SERVICE`: who follows there; 1 once it has acknowledged something
 HandOver end, or `followed_by` removed -> pumps: push again what comes after the named position, or the cursor
 
 There is no lease: a follower that is away for a month finds all records that retention by size has kept.
@@ -30,6 +31,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 FOLLOWED_PREFIX: Final = "followed:"
+FOLLOWER_PREFIX: Final = "follower:"
 # between announcements to a follower that has not taken over, and to one that has, in case it was restarted
 ANNOUNCE_S: Final = 5.0
 ANNOUNCE_TAKEN_S: Final = 60.0
@@ -41,7 +43,7 @@ log = structlog.get_logger()
 
 
 class HandOvers:
-    """Owns the cursors `followed:ENDPOINT`."""
+    """Owns the cursors `followed:ENDPOINT` and `follower:ENDPOINT:SERVICE`."""
 
     def __init__(
         self,
@@ -72,12 +74,14 @@ class HandOvers:
         self.absent_ms_max = absent_ms_max
         self._silent_ms: dict[str, float] = {}  # how long these followers have been silent, and ...
         self._saved_ms: dict[str, float] = {}  # ... how much of that is on disk
+        self._without_others = set[tuple[Log, str]]()  # logs and services without rows of former names
         for endpoint in endpoints:
             of_it = [pump for pump in pumps if pump.peer is endpoint]
             self.add_endpoint(endpoint, of_it, followed_by.get(endpoint.name))
 
     def add_endpoint(self, endpoint: Endpoint, pumps: list[Pump], followed_by: UUri | None) -> None:
         """Add an endpoint. `load_endpoint` then continues from the cursors of an earlier run."""
+        self._without_others.clear()
         self._endpoints[endpoint.name], self._pumps[endpoint.name] = endpoint, pumps
         if followed_by is not None:
             self._followed_by[endpoint.name] = followed_by
@@ -85,6 +89,7 @@ class HandOvers:
     def remove_endpoint(self, name: str) -> None:
         """Remove an endpoint. Its cursors stay in the logs for an endpoint of the same name."""
         self._taken.discard(name)
+        self._without_others.clear()
         for by_name in (self._endpoints, self._pumps, self._followed_by, self.refusals):
             by_name.pop(name, None)
         for times in (self._silent_ms, self._saved_ms):
@@ -136,6 +141,7 @@ class HandOvers:
                 pump.holding.resume_publishes(seq, 0)
                 pump.confirm()
                 pump.log.cursors.drop(FOLLOWED_PREFIX + name)
+                self._forget_follower(name, pump.log)
 
     def _hold(self, name: str, source: Log, seq: int) -> None:
         silent_ms = self._silent_ms.get(name, 0)
@@ -214,6 +220,10 @@ class HandOvers:
         for pump in self._pumps[name]:
             if not pump.plans.is_followed:
                 self._hold(name, pump.log, await pump.between_batches(pump.holding.stop_publishes))
+            row = self._follower_row(name)
+            if pump.log.cursors.seq(row) is None:
+                self._forget_follower(name, pump.log)
+                pump.log.cursors.set(row, 0)
         if name not in self._taken:
             self._taken.add(name)
             log.info("publishes are not pushed any more, but followed", endpoint=name)
@@ -222,9 +232,22 @@ class HandOvers:
     def _position(self, name: str, pump: Pump) -> Position:
         seq = pump.log.cursors.seq(FOLLOWED_PREFIX + name)
         assert seq is not None, "it was set when it was handed over"
+        whose = uris.format(self._followed_by[name])
         return Position(
-            incarnation=pump.log.incarnation, seq=seq, in_memory=not pump.log.durable, held=_held_topics(pump)
+            incarnation=pump.log.incarnation,
+            seq=seq,
+            in_memory=not pump.log.durable,
+            held=_held_topics(pump),
+            acknowledged=any(_rows_of(pump.log, whose).values()),
         )
+
+    def _follower_row(self, name: str) -> str:
+        return f"{FOLLOWER_PREFIX}{name}:{uris.format(self._followed_by[name])}"
+
+    def _forget_follower(self, name: str, source: Log) -> None:
+        for row in _rows(source):
+            if _named(row) == name:
+                source.cursors.drop(row)
 
     async def _end(self, name: str, positions: Mapping[bytes, int]) -> list[Position]:
         ended: list[Position] = []
@@ -236,6 +259,7 @@ class HandOvers:
             seq = min(max(seq, had), pump.log.newest_seq)
             await pump.between_batches(partial(pump.holding.resume_publishes, seq, had))
             pump.log.cursors.drop(FOLLOWED_PREFIX + name)
+            self._forget_follower(name, pump.log)
             ended.append(Position(incarnation=pump.log.incarnation, seq=seq))
         if name in self._taken:
             self._taken.discard(name)
@@ -259,6 +283,21 @@ class HandOvers:
                 if known < seq:
                     self._hold(name, source, seq)
                 pump.owed.clear_all()
+                source.cursors.set(self._follower_row(name), 1)
+                self._move_others(uris.format(self._followed_by[name]), source, seq)
+
+    def _move_others(self, whose: str, source: Log, seq: int) -> None:
+        """What counts is the follower, not the name of the endpoint: it also has what waits under another name, which
+        is not configured any more."""
+        if (source, whose) in self._without_others:
+            return
+        others = _rows_of(source, whose).keys() - self._endpoints.keys()
+        if not others:
+            self._without_others.add((source, whose))
+        for name in others:
+            row = source.cursors.get(FOLLOWED_PREFIX + name)
+            if row is not None and row.seq < seq:
+                source.cursors.set(FOLLOWED_PREFIX + name, seq, holds=row.holds, absent_ms=row.absent_ms)
 
     def _look_for_others(self, caller: UUri, positions: Mapping[bytes, int]) -> None:
         ours = {incarnation for one in self._logs for incarnation in (one.incarnation, *one.predecessors)}
@@ -292,6 +331,19 @@ class HandOvers:
             await self._announce(service, Announcement(incarnations=[one.incarnation for one in self._logs]))
         except UStatusError as error:
             log.debug("an announcement could not be sent", to=uris.format(service), error=str(error))
+
+
+def _rows(source: Log) -> dict[str, int]:
+    return {row: seq for row, seq in source.cursors.seqs().items() if row.startswith(FOLLOWER_PREFIX)}
+
+
+def _named(row: str) -> str:
+    return row.split(":", 2)[1]
+
+
+def _rows_of(source: Log, whose: str) -> dict[str, int]:
+    """Returns whether the service `whose` has acknowledged something, by the endpoint behind which it follows."""
+    return {_named(row): seq for row, seq in _rows(source).items() if row.split(":", 2)[2] == whose}
 
 
 def _held_topics(pump: Pump) -> list[HeldTopic]:

@@ -1,6 +1,6 @@
 """Which topics of followed histories are wanted, and to which of our logs each of their records goes, if to any.
 
-record -> ours? pushed before? valid? lives there? does it speak for it? -> the ingress's verdict, ids -> log
+record -> ours? valid? lives there? does it speak for it? -> the ingress's verdict, ids -> log
 
 plain message of a topic that a followed history has -> Doorbell: ask the history now
     -> made after we had a position: a copy, dropped
@@ -13,7 +13,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Final, NamedTuple
+from typing import Final
 
 import structlog
 from google.protobuf.message import DecodeError
@@ -26,6 +26,7 @@ from history.reading.client import Frames, HistoryClient
 from history.records.chunk import Origin
 from history.service.followers import window_bytes_of_each
 from storage.runtime import Runtime
+from streamer.following.pushed import Sorted
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import HostedTransport
 from streamer.walk.ingress import Dispatch, Ingress
@@ -34,7 +35,7 @@ from uprotocol import uri as uris
 from uprotocol.cache import Cache
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer import ids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, HeldTopic
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.encoded import EncodedMessage, Stamps
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
@@ -60,8 +61,10 @@ class Intake:
         runtime: Runtime,
         on_gap: Callable[[UUri, Gap], None],
         backoff: Callable[[], Backoff],
+        on_emptied: Callable[[UUri, str, int], None],
     ) -> None:
         self._endpoints, self.local, self.on_gap, self.backoff = endpoints, local, on_gap, backoff
+        self.on_emptied = on_emptied
         self.rng, self.random_bytes, self.now_ms = runtime.rng, runtime.random_bytes, runtime.now_ms
         self._rpc = InMemoryRpcClient(hosted, local)
         self._frames = Frames(hosted, local)
@@ -134,36 +137,6 @@ def _begin_turn(turn: asyncio.Future[int]) -> None:
         turn.set_result(0)
 
 
-class Sorted(NamedTuple):
-    """A record of ours, and the log that it goes to."""
-
-    target: Log
-    stream: int
-    message: EncodedMessage
-    key: bytes | None  # in the window of ids
-    origin: Origin | None
-    epoch: Epoch | None
-
-
-class HeldThere:
-    """The records of a log that were not pushed to us before we took over: some topics, each from a seq on."""
-
-    def __init__(self, pushed_to: int, held: Iterable[HeldTopic]) -> None:
-        """Up to `pushed_to`, only the records of `held` are new to us."""
-        self.pushed_to = pushed_to
-        self._exact = {uris.key(one.topic): one.after_seq for one in held if not uris.has_wildcard(one.topic)}
-        self._wide = [(one.topic, one.after_seq) for one in held if uris.has_wildcard(one.topic)]
-
-    def is_missing(self, topic: UUri, seq: int) -> bool:
-        """Returns whether this record was not pushed to us."""
-        if seq > self.pushed_to:
-            return True
-        after = self._exact.get(uris.key(topic))
-        if after is not None and seq > after:
-            return True
-        return any(seq > after and uris.matches(pattern, topic) for pattern, after in self._wide)
-
-
 class Sorting:
     """Sorts the records of one history at `endpoint`, and counts the results in `counts`."""
 
@@ -172,34 +145,26 @@ class Sorting:
     ) -> None:
         self._follows, self._endpoint, self._speaks_for, self._counts = follows, endpoint, speaks_for, counts
         self._log = follows.logs.durable
-        self.held_there: dict[bytes, HeldThere] = {}  # by incarnation, until its records are past it
 
-    def sort(self, record: Record) -> Sorted | None:
-        """Returns where the record goes; None if it is not for us."""
+    def sort(self, record: Record) -> Sorted | bool:
+        """Returns where the record goes; True if it is here already, False if it is not for us."""
         message, dispatch = record.message, self._follows.dispatch
         assert isinstance(message, EncodedMessage), "as it was read"
         origin = record.origin or Origin(record.incarnation, record.seq)
         if origin.incarnation in self._follows.own_incarnations:
             self._counts["loop"] += 1
-            return None
+            return False
         attributes = message.stamp.attributes
-        if record.incarnation in self.held_there:
-            held = self.held_there[record.incarnation]
-            if record.seq > held.pushed_to:  # records come in order, so all held ones have come
-                del self.held_there[record.incarnation]
-            elif not held.is_missing(attributes.source, record.seq):
-                self._counts["pushed_before"] += 1
-                return None
         if attributes.type != attrs.PUBLISH or not self._is_valid(message):
             self._counts["unreadable"] += 1
-            return None
+            return False
         if not self._follows.lives_there(self._endpoint, attributes.source):
             self._counts["unwanted"] += 1
-            return None
+            return False
         if not self._speaks_for(attributes.source):
             self._counts["spoofed"] += 1
             self._endpoint.dropped["spoofed"] += 1
-            return None
+            return False
         if ids.is_about_epochs(attributes.source):
             return self._kept_in_order(attributes.source, message, origin, None)
         verdict = self._follows.ingress(self._endpoint).verdict_of(message)
@@ -213,24 +178,28 @@ class Sorting:
                 self._endpoint.dropped[verdict.reason] += 1
             if verdict.is_beyond_limit:
                 self._follows.ingress(self._endpoint).lose(verdict.account.authority, verdict.reason)
-            return None
+            return False
         key = message.id_bytes + verdict.source
         if not dispatch.window.take(key):
-            self._counts["duplicate"] += 1
-            return None
+            return True
         if record.epoch is not None and not verdict.log.durable:
             return self._kept_in_order(message.stamp.attributes.source, message, origin, record.epoch)
         return Sorted(verdict.log, verdict.stream, message, key, origin, record.epoch)
 
     def _kept_in_order(
         self, source: UUri, message: EncodedMessage, origin: Origin, epoch: Epoch | None
-    ) -> Sorted | None:
+    ) -> Sorted | bool:
         """Sort records of epochs and records about epochs into one log, which keeps their order."""
         key = message.id_bytes + source.SerializeToString()
         if epoch is None and not self._follows.dispatch.window.take(key):
-            self._counts["duplicate"] += 1
-            return None
+            return True
         return Sorted(self._log, self._log.stream_id(source, wanted=True), message, key, origin, epoch)
+
+    def forget(self, sorted: Iterable[Sorted]) -> None:
+        """They are not in a log, and may come again."""
+        for one in sorted:
+            if one.key is not None:
+                self._follows.dispatch.window.forget(one.key)
 
     def _is_valid(self, message: EncodedMessage) -> bool:
         """Returns whether its attributes are valid. Many messages have the same attributes apart from the id."""

@@ -3,6 +3,7 @@
 new log, new subscriptions -> a note, while it is useful
   and a broker resumes a session -------.
   and a follower has another position --+-> the log's losses, until a person acknowledges it -> /readyz, status
+  and a followed history knows us ------+
   and another uSubscription misses us --'
 """
 
@@ -76,6 +77,15 @@ class NewStores:
         if self._log_since and incarnations and key not in self._rows:
             what = f"the durable log is new since {self._log_since}, but {key} has followed another one"
             self._report(key, f"endpoint {endpoint}: {what}: {_LOST_WITH_LOG}")
+
+    def followed_before(self, service: UUri, endpoint: str, seq: int) -> None:
+        """A history behind an endpoint was followed up to `seq`, and our log does not know it."""
+        name = uris.format(service)
+        key = f"the history of {name}"  # it may be a follower, too
+        if key not in self._rows:
+            is_new = f"is new since {self._log_since}" if self._log_since else "has lost its positions"
+            what = f"the durable log {is_new}, but an earlier one has had records of {name} up to seq {seq}"
+            self._report(key, f"endpoint {endpoint}: {what}: they are read again from the oldest one that is there")
 
     def _missed(self) -> None:
         self._has_news = True

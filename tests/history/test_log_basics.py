@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from history.log import log as log_module
-from history.log.log import Log
+from history.log.log import Log, find_ids
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.message import UMessageBuilder, UPayload
@@ -144,6 +146,28 @@ async def test_ids_are_found_and_the_newest_are_returned(log: Log) -> None:
     assert await log.recent_ids(100) == known
     assert [await log.seq_of_id(id) for id in ids] == list(range(1, 21))
     assert await log.seq_of_id(bytes(16)) is None
+
+
+async def test_ids_are_found_beyond_a_seq_in_bounded_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("history.file.reader.FIND_CHUNKS_MAX", 3)
+    path, sent = tmp_path / "history.db", [message(place % 4) for place in range(20)]
+    async with await Log.open(path, name="ids") as log:
+        for one in sent:
+            await log.append([log.stream_id(one.attributes.source)], [one])
+        keys = [(log.stream_id(one.attributes.source), uuids.to_bytes(one.attributes.id)) for one in sent]
+        wanted = {id for _, id in (keys[2], keys[8], keys[15])} | {bytes(16)}
+        found, steps, at = dict[tuple[int, bytes], int](), 0, 5
+        while at < 20:
+            here, at = await find_ids(log, wanted, at, 20)
+            found |= here
+            steps += 1
+        assert found == {keys[8]: 9, keys[15]: 16}
+        assert steps > 3
+        assert (await find_ids(log, wanted, 8, 9))[0] == {keys[8]: 9}
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE chunk SET ids = 5 WHERE first_seq = 9")
+    async with await Log.open(path, name="ids") as log:
+        assert (await find_ids(log, wanted, 8, 10))[0] == {}, "a damaged chunk says nothing, and fails nobody"
 
 
 async def test_cursors(log: Log) -> None:

@@ -239,7 +239,7 @@ async def test_what_begins_to_be_followed_in_the_middle_of_an_epoch_is_not_taken
 
 
 async def test_what_is_pushed_in_between_is_missing_from_what_was_open(pair: Pair) -> None:
-    """If following stops for a while, it continues behind the pushed records, which have no epochs."""
+    """If following stops for a while, what was pushed is here already, and has no epochs."""
     await pair.begin(topics='topics = ["//vehicle1/8001/1/FFFF"]', vehicle_more=EPOCHS)
     await pair.handed_over()
     read, drive = Read(pair, "hub"), Drive(pair, random.Random(4))

@@ -200,7 +200,7 @@ async def test_a_restart_goes_on_where_each_address_was(make_world: MakeWorld, p
     await saved(world)
     await world.until(lambda: pump_of(world).backlog == 0)
     await world.restart()
-    (listed,) = [one for one in world.streamer.cursors() if one["endpoint"] == "cloud"]
+    (listed,) = [one for one in await world.streamer.cursors(10) if one["endpoint"] == "cloud"]
     assert listed["held_addresses"] == 1
     await sent(vehicle, publish, SPEED, range(30, 40))
     await sent(vehicle, publish, DOOR, range(30, 40))

@@ -404,6 +404,7 @@ async def test_what_a_follower_has_not_had_is_adopted_or_forgotten_too(tmp_path:
     async with await Log.open(path, name="durable") as log:
         await log.append([log.stream_id(SPEED)] * 6, [UMessageBuilder.publish(SPEED).build() for _ in range(6)])
         rows = {"egress:old": 5, "followed:old": 2, "owed:old:3": 1, "parked:old:4": 4, "began:old": 1}
+        rows |= {"follower:old:up://hub/4/1/0": 1}
         for name, seq in rows.items():
             log.cursors.set(name, seq, holds=True)
     if adopt:
@@ -411,5 +412,6 @@ async def test_what_a_follower_has_not_had_is_adopted_or_forgotten_too(tmp_path:
     else:
         await cursors._forget(path, "old")
     async with await Log.open(path, name="durable") as log:
-        expected = {"egress:new": 2, "parked:new:3": 1, "parked:new:4": 4} if adopt else {}
+        expected = {"egress:new": 5, "followed:new": 2, "owed:new:3": 1, "parked:new:4": 4} if adopt else {}
+        expected |= {"follower:new:up://hub/4/1/0": 1} if adopt else {}
         assert log.cursors.seqs() == expected

@@ -37,12 +37,15 @@ class Position(_message.Message):
     WITNESSES_FIELD_NUMBER: _builtins.int
     IN_MEMORY_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.bytes
     """16 bytes, the identity of one log; a log that was lost and made anew has another"""
     seq: _builtins.int
     """0 is before the first record"""
     in_memory: _builtins.bool
     """from the service: the log has a new incarnation at each start"""
+    acknowledged: _builtins.bool
+    """Answer to `HandOver.take`: the caller has acknowledged records of this log. If it knows no position of it, its own log was lost."""
     @_builtins.property
     def witnesses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Witness]:
         """From the service: the record at `seq`, if it is there. From the caller: all that it has been given, or as many as it likes; by them
@@ -51,7 +54,7 @@ class Position(_message.Message):
 
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldTopic]:
-        """Answer to `HandOver.take`: topics of which what was to be pushed up to `seq` could not be. Of all others nothing up to `seq` is missing."""
+        """Answer to `HandOver.take`: topics of which what was to be pushed up to `seq` could not be. A caller without a position begins before that."""
 
     def __init__(
         self,
@@ -61,10 +64,11 @@ class Position(_message.Message):
         witnesses: _abc.Iterable[Global___Witness] | None = ...,
         in_memory: _builtins.bool = ...,
         held: _abc.Iterable[Global___HeldTopic] | None = ...,
+        acknowledged: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "in_memory", b"in_memory", "incarnation", b"incarnation", "seq", b"seq", "witnesses", b"witnesses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "held", b"held", "in_memory", b"in_memory", "incarnation", b"incarnation", "seq", b"seq", "witnesses", b"witnesses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1482,7 +1486,7 @@ class HandOver(_message.Message):
     POSITIONS_FIELD_NUMBER: _builtins.int
     TAKES_HELD_FIELD_NUMBER: _builtins.int
     take: _builtins.bool
-    """push no more publishes to that endpoint; again: the answer is the same place"""
+    """Push no more publishes to that endpoint. The answer says up to where those that somebody there wanted were pushed; others were not."""
     end: _builtins.bool
     """push again, what comes after `positions`"""
     takes_held: _builtins.bool
@@ -1546,8 +1550,14 @@ class FollowedPlaces(_message.Message):
     POSITIONS_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
     TOPICS_FIELD_NUMBER: _builtins.int
+    PUSHED_AFTER_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     topics: _builtins.bytes
     """a digest of what has been followed without a hole up to there"""
+    pushed_after: _builtins.int
+    """a seq of our own log: what that history pushed to us of records beyond `positions` is beyond it"""
+    ended: _builtins.bool
+    """not followed any more, and the history was told; kept for the day that it is followed again"""
     @_builtins.property
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]: ...
     @_builtins.property
@@ -1560,10 +1570,12 @@ class FollowedPlaces(_message.Message):
         positions: _abc.Iterable[Global___Position] | None = ...,
         since: _uuid_pb2.UUID | None = ...,
         topics: _builtins.bytes = ...,
+        pushed_after: _builtins.int = ...,
+        ended: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "since", b"since", "topics", b"topics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "positions", b"positions", "pushed_after", b"pushed_after", "since", b"since", "topics", b"topics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
