@@ -334,6 +334,43 @@ def _new_store_ignored() -> Patches:
     return [(Auditor, "has_other_store", lambda self, authority, major: None)]
 
 
+def _all_was_pushed() -> Patches:
+    from streamer.following.pushed import PushedBefore
+
+    async def had(self: PushedBefore, sorted: Any) -> frozenset[Any]:
+        return frozenset((one.stream, one.message.id_bytes) for one in sorted)
+
+    return [(PushedBefore, "had", had)]
+
+
+def _adopted_as_if_pushed() -> Patches:
+    from streamer.commands import cursors
+    from streamer.following.followed import Followed
+    from uprotocol.core.ustreamer.v1.ustreamer_pb2 import HandOver
+
+    take, adopt, adopted = Followed._take_over, cursors._adopt, set[str]()
+
+    async def adopt_and_forget(path: Any, old: str, new: str, **options: Any) -> Any:
+        found = await adopt(path, old, new, **options)
+        adopted.add(str(path.parent.parent))
+        return found
+
+    async def take_over(self: Followed, following: Any, reader_state: Any) -> None:
+        await take(self, following, reader_state)
+        if any(str(self._log._storage._store.path).startswith(one) for one in adopted):  # type: ignore[union-attr]
+            for position in await following.commands.hand_over(HandOver(take=True, takes_held=True)):
+                known = reader_state.positions.get(position.incarnation, 0)
+                reader_state.positions[position.incarnation] = max(known, position.seq)
+
+    return [(cursors, "_adopt", adopt_and_forget), (Followed, "_take_over", take_over)]
+
+
+def _emptied_and_not_asked() -> Patches:
+    from streamer.following import handover
+
+    return [(handover, "_rows_of", lambda source, whose: {})]
+
+
 LOADED: Final = ("load", "static", "chain", "foreign")
 FOLLOWED: Final = ("follow", "keeper")
 IN_EPOCHS: Final = ("epochs", "static")
@@ -439,6 +476,23 @@ BREAKS: Final[dict[str, Break]] = {
     ),
     "a follower holds nothing": Break(
         "retention by age deletes records that a follower has not had", _a_follower_holds_nothing, kinds=FOLLOWED
+    ),
+    "all between was pushed": Break(
+        "a follower that takes over goes on where pushing ended, as if the network had got everything up to there",
+        _all_was_pushed,
+        kinds=FOLLOWED,
+    ),
+    "adopted as if pushed": Break(
+        "what a follower has not had under its endpoint's former name is adopted, and never sent",
+        _adopted_as_if_pushed,
+        "another_name",
+        FOLLOWED,
+    ),
+    "emptied and not asked": Break(
+        "a follower with an emptied log goes on at what the earlier one had acknowledged, without a report",
+        _emptied_and_not_asked,
+        "emptied",
+        FOLLOWED,
     ),
     "end of an epoch ahead": Break(
         "the end of an epoch is published before its last record", _end_reported_too_early, kinds=IN_EPOCHS

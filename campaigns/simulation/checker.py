@@ -157,6 +157,7 @@ class Checker:
         self.gaps: list[tuple[str, int, int]] = []  # of pumps: machine, after, before
         self.reported_lost: Counter[str] = Counter()  # by machine: messages that a network has lost
         self.allowed_gaps = False
+        self.was_unfollowed = False  # for a while, in which no cursor of a follower has held retention
         # by machine: a range of seqs with records for a removed endpoint
         self.unclaimed: list[tuple[str, int, int]] = []
         self.newest: dict[str, int] = {}  # durable seq, by machine
@@ -164,7 +165,8 @@ class Checker:
         self._maybe_dead: set[Id] = set()
         self.followed: dict[str, FollowedLog] = {}  # by machine, since its log was whole
         self._followed_gaps: list[Gap] = []
-        self._in_memory: set[bytes] = set()  # incarnations of logs that end with their process
+        self._in_memory: set[bytes] = set()  # incarnations of logs that end with their process, or were emptied
+        self._incarnations: dict[str, set[bytes]] = defaultdict(set)  # of a machine's logs
 
     @property
     def now(self) -> float:
@@ -432,6 +434,7 @@ class Checker:
                 f"{machine}: seq {seq} is {message.payload!r}, and was another one before",
             )
         self.places[id].append((machine, incarnation, seq))
+        self._incarnations[machine].add(incarnation)
         if machine in self.world.machines:
             followed = self.followed.setdefault(machine, FollowedLog(self, machine))
             followed.take(incarnation, message, origin)
@@ -451,7 +454,8 @@ class Checker:
 
     def followed_gap(self, machine: str, gap: Gap) -> None:
         self.note("followed gap", machine, Gap.Reason.Name(gap.reason), gap.after_seq, gap.before_seq)
-        if not self.allowed_gaps and gap.incarnation not in self._in_memory:
+        is_owed_to_nobody = self.was_unfollowed and gap.reason == Gap.REASON_RETENTION
+        if not (self.allowed_gaps or is_owed_to_nobody or gap.incarnation in self._in_memory):
             what = f"{machine} tells a gap from {gap.after_seq} to {gap.before_seq} ({Gap.Reason.Name(gap.reason)})"
             self.fail("a gap that nothing explains", what)
         self._followed_gaps.append(gap)
@@ -466,7 +470,14 @@ class Checker:
         if machine == "V" and self.world.rest is not None:
             self.world.rest.checker.torn()
 
-    def _in_followed_gap(self, incarnation: bytes, seq: int) -> bool:
+    def emptied(self, machine: str) -> None:
+        """Its folder is empty now. Followers of it report that, and it may get everything again."""
+        self.followed.pop(machine, None)
+        self._in_memory |= self._incarnations[machine]
+        self.was_unfollowed = True  # it reads again what others have kept for nobody
+        self.disturbed(machine)
+
+    def in_followed_gap(self, incarnation: bytes, seq: int) -> bool:
         return any(
             gap.incarnation == incarnation
             and gap.after_seq < seq
@@ -558,7 +569,7 @@ class Checker:
         for owed in self.owed.values():
             for id in list(owed):
                 places = self.places.get(id, ())
-                if any(self._in_gap(machine, seq) or self._in_followed_gap(of, seq) for machine, of, seq in places):
+                if any(self._in_gap(machine, seq) or self.in_followed_gap(of, seq) for machine, of, seq in places):
                     del owed[id]
 
     def _is_unclaimed(self, id: Id) -> bool:

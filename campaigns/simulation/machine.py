@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from campaigns.simulation.disk import SimulatedDisk
+from campaigns.simulation.following import config_of
 from campaigns.simulation.loop import PROCESS, Process, SimulatedWorker
 from campaigns.simulation.network import KEEPER
 from campaigns.simulation.processor import Processor
@@ -165,7 +166,7 @@ class GatewayProcess(MachineProcess):
         return runtime_of(world, self.disk, self.dice, self.processor.used)
 
     async def _serve(self, runtime: Runtime) -> None:
-        config = Config.model_validate(self.machine.config)
+        config = self.machine.validated(self.machine.config)
         self.streamer = streamer = await Streamer.create(config, runtime)
         for log in streamer.logs:
             self._tap(log)
@@ -368,6 +369,9 @@ class Machine:
     def make_process(self) -> MachineProcess:
         return GatewayProcess(self, len(self.processes))
 
+    def validated(self, config: dict[str, Any]) -> Config:
+        return Config.model_validate(config_of(self.world, self.name, config))
+
     def start(self, config: dict[str, Any] | None = None) -> MachineProcess:
         assert self.process is None, f"{self.name} runs already"
         if config is not None:
@@ -406,7 +410,7 @@ class Machine:
             return False
         self.config = config
         self.world.checker.changes(self)
-        streamer.reloader.read = lambda: Config.model_validate(config)
+        streamer.reloader.read = lambda: self.validated(config)
         context = contextvars.copy_context()
         context.run(PROCESS.set, process)
         task = self.world.loop.create_task(streamer.reloader.reload(), name="reload", context=context)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from campaigns.simulation.disk import DiskFaults
 from campaigns.simulation.epochs import FAST_SIGNALS, LAPS, SIGNALS
+from campaigns.simulation.following import adopt
 from campaigns.simulation.network import CALM, Faults, Weather
 from campaigns.simulation.recovery import WRONG, WRONG_ORDER
 from uprotocol import uri as uris
@@ -37,6 +38,7 @@ BURSTING: Final = ("vin", "mcu", "hub")  # publishers; those of epochs announce 
 ELSEWHERE: Final = ".elsewhere"
 FLOOD_PAUSES_S: Final = (0.03, 0.1, 0.2)  # between batches: 330 to 50 messages a second
 FLOOD_BATCHES_MAX: Final = 120
+NAME_SHARE: Final = 0.25  # of actions, after which the followed endpoint has another name
 RELOAD_SHARE: Final = 0.6  # of other configurations that are taken over without a restart
 
 KNOWN_FAULTS: Final = frozenset({"late_error", "tear_young", "pause_undecided"})
@@ -59,6 +61,7 @@ class Plan:
     def __init__(self, world: World) -> None:
         self._world, self._dice = world, world.dice
         self._reload_dice = random.Random(f"{world.seed} reloads")
+        self._name_dice = random.Random(f"{world.seed} names")
         self.tasks: list[asyncio.Task[Any]] = []
         self._was_left: set[str] = set()  # names of the cloud's endpoint that have a backlog each
         self._base: dict[str, dict[str, Any]] = {}
@@ -114,6 +117,10 @@ class Plan:
             action = dice.choices([action for _, action in actions], [weight for weight, _ in actions])[0]
             world.note("action", action.__name__)
             await action()
+            may_rename = world.following is not None and "another_name" not in world.without
+            if may_rename and self._name_dice.random() < NAME_SHARE:
+                world.note("action", "another name")
+                await self._another_name()
         await asyncio.sleep(dice.random())
 
     def _actions(self) -> list[tuple[float, Action]]:
@@ -426,6 +433,8 @@ class Plan:
         before = config["endpoint"][2]["name"]
         name = "cloud2" if before == "cloud" else "cloud"
         config["endpoint"][2]["name"] = name
+        for follow in config.get("follow", ()):
+            follow["endpoint"] = name
         config["endpoint"][2].pop("renamed_from", None)
         is_carried = self._dice.random() < 0.6 and self._was_left != {before, name}
         if is_carried:
@@ -438,7 +447,30 @@ class Plan:
                     rule[side] = name
         await self._with_config(config, era=not is_carried)
 
+    async def _another_name(self) -> None:
+        """The endpoint that the hub follows has another name, mostly while the hub is away. Perhaps an operator does
+        what the finding says, before or after the hub is back."""
+        dice, hub = self._name_dice, self._world.machines["C"]
+        if dice.random() < 0.7:
+            await hub.stop()
+            await asyncio.sleep(dice.random())
+        if len(self._v.config["endpoint"]) < 3:
+            return
+        await self._rename()
+        when = dice.choice(("at once", "later", "never"))
+        await asyncio.sleep(dice.random() * 2)
+        for moment in ("at once", "later"):
+            if when == moment:
+                await self._v.stop()
+                self._world.checker.disturbed_from("rename")
+                await adopt(self._world, self._v)
+                self._start(self._v)
+            self._start(hub)
+            await asyncio.sleep(dice.random() * 4)
+
     async def _rule_removed(self) -> None:
+        if self._world.following is not None:
+            self._world.following.is_excused = True
         config = copy.deepcopy(self._v.config)
         if "rule" in config:
             del config["rule"]
@@ -714,7 +746,7 @@ class Plan:
         for _ in range(1 + self._dice.randrange(12)):
             streamer = self._world.machines[name].streamer
             if streamer is not None:
-                transport: Any = next(one.transport for one in streamer.endpoints if one.name == "cloud")
+                transport: Any = self._cloud(streamer).transport
                 transport.disconnect()
                 await self._some(0.5)
                 transport.reconnect()
@@ -794,6 +826,8 @@ class Plan:
         hub = self._world.machines["C"]
         if self._dice.random() < 0.3:
             self._base["C"]["follow"] = []
+            if self._world.following is not None:
+                self._world.following.is_excused = True
         await self._for_a_while(hub, hub.config | {"follow": []})
 
     async def _followed_by_nobody(self) -> None:
@@ -803,6 +837,7 @@ class Plan:
         await self._for_a_while(self._v, config)
 
     async def _for_a_while(self, machine: Machine, config: dict[str, Any]) -> None:
+        self._world.checker.was_unfollowed = True
         before = machine.config
         await self._restart(config, machine)
         await self._some(8.0)

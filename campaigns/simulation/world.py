@@ -65,6 +65,8 @@ from campaigns.simulation.epochs import (
     sections,
     sections_of_hub,
 )
+from campaigns.simulation.following import NAMES, FollowingChecker, NamedPublisher, has_named
+from campaigns.simulation.following import empty_one as empty_follower_or_followed
 from campaigns.simulation.loop import EPOCH_S, PROCESS, DeadlockError, Process, VirtualLoop
 from campaigns.simulation.machine import Keeper, Machine, MachineProcess, named, runtime_of
 from campaigns.simulation.network import USUBSCRIPTION, SimulatedNetwork
@@ -223,6 +225,7 @@ class World:
         self._draw_load(random.Random(seed ^ 0xC0575), of_kind=LOAD in kinds)  # a generator of its own
         self._keeper_was_followed = False
         self.handed_over_since: float | None = None  # publishes to the cloud, by a process of V that lives
+        self.following = FollowingChecker(self) if has_named(self) else None
         if self.follows:
             self._draw_following()
         else:
@@ -471,6 +474,8 @@ class World:
         if self.recovers:
             self.rest = RestPublisher(self, await node(self, "vehicle", "vin1", 0x8007))
             self.publishers.append(self.rest)
+        if self.following is not None:
+            self.publishers.append(NamedPublisher(self, await node(self, "vehicle", "vin1", 0x8009)))
 
     async def _populate_epochs(self, epochs: EpochsChecker) -> None:
         signals = await node(self, "vehicle", "vin1", 0x8005)
@@ -633,11 +638,13 @@ class World:
                 streamer = machine.streamer
                 if streamer is None or not machine.ready:
                     continue
-                handed_over = handed_over or (machine.name == "V" and "cloud" in streamer.handovers.followed)
+                handed_over = handed_over or (machine.name == "V" and bool(streamer.handovers.followed))
                 for follower in streamer.history.followers:
                     waiting = sum(not poll.is_pushed and not poll.is_cut for poll in follower.polls)
                     if waiting > 1:
                         self.checker.fail("more than one poll", f"{machine.name} holds {waiting} polls of {follower}")
+            if self.following is not None:
+                self.following.look()
             if not handed_over:
                 self.handed_over_since = None
             elif self.handed_over_since is None:
@@ -733,6 +740,8 @@ class World:
         checker.finish()
         if not checker.violations:
             await empty_one(self)
+        if not checker.violations:
+            await empty_follower_or_followed(self)
 
     async def _mark_epochs(self, epochs: EpochsChecker) -> None:
         """All readers run and all old epochs are over: new epochs are owed to all of them."""
@@ -810,7 +819,7 @@ class World:
             if machine.streamer is not None:
                 newest = plan.newest_at_heal.get(machine.name, 0)
                 for waits in machine.streamer.claims.unclaimed:
-                    self.checker.unclaimed.append((machine.name, min(waits.cursors.values()), newest))
+                    self.checker.unclaimed.append((machine.name, waits.first, newest))
 
     def _all_ready(self) -> bool:
         return all(machine.ready and not problems_of(machine) for machine in self.machines.values())
@@ -850,12 +859,22 @@ class World:
                 found.append(f"{machine.name} knows {left} followers")
         return found
 
+    def are_followed(self) -> bool:
+        """The vehicle's gateway has handed over, and the hub is connected."""
+        hub, vehicle = self.machines["C"].streamer, self.machines["V"].streamer
+        is_there = vehicle is not None and bool(vehicle.handovers.followed)
+        return (
+            is_there and hub is not None and any(one.is_gateway and one.state == "handed_over" for one in hub.follows)
+        )
+
     async def _check_following(self) -> None:
         if not await self.until(lambda: not self._unfollowed(), SETTLE_S_MAX, 1.0) and not self.checker.violations:
             self.checker.fail("never settles", "; ".join(self._unfollowed()))
 
     async def _check_followed(self) -> None:
         """The content of the logs, once no process is killed any more."""
+        if self.following is not None and self.machines["C"].config["follow"]:
+            await self.following.check()
         for machine in self.machines.values():
             if machine.streamer is None:
                 continue
@@ -980,7 +999,7 @@ class Spy(UListener):
     def on_receive(self, message: UMessage) -> None:
         world, since = self._world, self._world.handed_over_since
         streamer = world.machines["V"].streamer
-        if streamer is None or not all(pump.plans.is_followed for pump in streamer.pumps if pump.peer.name == "cloud"):
+        if streamer is None or not all(pump.plans.is_followed for pump in streamer.pumps if pump.peer.name in NAMES):
             return  # following is ending: one log after the other is pushed again
         if since is None or world.loop.now - since <= PUSHED_S_MAX:
             return

@@ -70,6 +70,16 @@ def test_a_gateway_that_comes_back_with_an_emptied_folder_has_its_partners_again
     assert f" emptied {gateway} " in done.stdout
 
 
+@pytest.mark.parametrize(("seed", "gateway"), [(20_006, "V"), (20_011, "C")])
+def test_a_follower_or_a_followed_gateway_that_comes_back_with_an_emptied_folder_says_so(
+    seed: int, gateway: str
+) -> None:
+    """The follower has everything again that the other one still has."""
+    done = simulation("--seed", str(seed), "--kinds", "follow", "-v")
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert f" emptied {gateway}\n" in done.stdout
+
+
 def test_the_same_seed_gives_the_same_run() -> None:
     """In another process, whose memory lies elsewhere, and after another seed."""
     first = json.loads(simulation("--seeds", "4", "--start", "9100", "--json", "--jobs", "1", "--all").stdout)
