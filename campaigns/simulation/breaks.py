@@ -244,6 +244,65 @@ def _closed_at_once() -> Patches:
     return [(OpenEpoch, "missing", lambda self: "" if self.is_closing else UNCLOSED)]
 
 
+def _missed_untold() -> Patches:
+    from history.epochs.groups import Buckets
+
+    def keep_quiet(self: Buckets, *_: Any) -> None:
+        pass
+
+    return [(Buckets, "away", keep_quiet), (Buckets, "back", keep_quiet)]
+
+
+def _quiet_holds_nothing() -> Patches:
+    from history.epochs.groups import Buckets
+
+    tick, back = Buckets.tick, Buckets.back
+
+    def start(self: Buckets, now_ms: int, now: float) -> None:
+        self._now_ms = now_ms
+
+    def release_all(self: Buckets, now_ms: int, now: float) -> None:
+        if self.frontier.held:
+            tick(self, now_ms, now)
+            if not self.frontier.seen:
+                self._release(*self.frontier.lower)
+                self._idle_at = self._clock_at = None
+
+    def hold_and_report(self: Buckets, cause: str, now_ms: int) -> None:
+        if not self.frontier.held:
+            self._hold(self._bucket(now_ms - self.group.timeout_ms))
+        back(self, cause, now_ms)
+
+    return [(Buckets, "start", start), (Buckets, "tick", release_all), (Buckets, "back", hold_and_report)]
+
+
+def _joins_anywhere() -> Patches:
+    from history.epochs import assembling, merging
+    from history.epochs.merging import GroupState
+
+    passed_unread = merging.passed_unread
+
+    def of_one_keeper(report: Any, length: int, *, others: bool = False) -> Any:
+        return passed_unread(report, length)
+
+    return [
+        (GroupState, "joined", lambda self, log, time: False),
+        (merging, "passed_unread", of_one_keeper),
+        (assembling, "passed_unread", of_one_keeper),
+    ]
+
+
+def _late_untold() -> Patches:
+    from history.epochs.groups import Buckets
+
+    def settle(self: Buckets, now_ms: int, now: float) -> None:
+        self._quiet_since = now
+        self._advance(self._bucket(self._newest_ms - self.group.lateness_ms))
+        self._plan(now_ms, now)
+
+    return [(Buckets, "settle", settle), (Buckets, "_note_stranger", lambda self, *_: None)]
+
+
 def _begun_untold() -> Patches:
     from streamer.following.followed import Followed
 
@@ -501,6 +560,24 @@ BREAKS: Final[dict[str, Break]] = {
         "a hole before the first followed record is not reported",
         _begun_untold,
         kinds=("epochs", *FOLLOWED),
+    ),
+    "missed buckets untold": Break(
+        "buckets in which the gateway did not run are whole, or unknown", _missed_untold, kinds=IN_EPOCHS
+    ),
+    "a quiet group holds nothing": Break(
+        "epochs are over though a gateway in which nothing comes may still bring records of them",
+        _quiet_holds_nothing,
+        kinds=("epochs", *FOLLOWED),
+    ),
+    "joins anywhere": Break(
+        "a gateway that is followed later brings the rest of epochs that were whole",
+        _joins_anywhere,
+        kinds=("epochs", *FOLLOWED),
+    ),
+    "late and whole": Break(
+        "a publisher whose clock is ahead makes others late, and their epochs are whole",
+        _late_untold,
+        kinds=IN_EPOCHS,
     ),
     "no filter": Break("a new reader gets the rest of a begun epoch as a whole one", _no_filter, kinds=IN_EPOCHS),
     "handed over again": Break(
