@@ -32,7 +32,8 @@ class NotKept:
     def answered(self, topics: Sequence[UUri]) -> None:
         """Of what is followed, the history keeps all but `topics`."""
         now_ms = self._now_ms()
-        self._since_ms = {key: self._since_ms.get(key, (one, now_ms)) for one in topics if (key := uris.key(one))}
+        keyed = sorted(((uris.key(one), one) for one in topics), key=lambda one: one[0])  # the same text each time
+        self._since_ms = {key: self._since_ms.get(key, (one, now_ms)) for key, one in keyed}
         before = set(map(uris.key, self.topics))
         self.topics = [one for one, since_ms in self._since_ms.values() if now_ms - since_ms >= CONFIRMED_MS]
         service = uris.format(self._service)
