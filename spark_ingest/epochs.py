@@ -527,6 +527,8 @@ def _apply_beginning(gates: Gates, record: FrontierRecord, topics: Sequence[UUri
     except DecodeError:
         return
     for key, gate in gates.items() if begins(beginning, topics) else ():
+        if key[0] == record.message.attributes.source.authority_name:
+            continue  # the follower itself keeps these epochs
         if concerns(beginning, key[0]):
             gate.spoil(BEGUN_THERE)
         if begins_with_frontiers(beginning, key[:2]):

@@ -244,9 +244,10 @@ class Assembler:
         if not begins(beginning, self._topics):
             return
         follower = record.message.attributes.source.authority_name  # what it keeps itself has no beginning
+        direct = record.incarnation if record.origin is not None else b""  # it is another one: we read this log itself
         for key, group in self._groups.items():
             all = group.reported_frontiers.parts
-            parts = {log: part for log, part in all.items() if part.keeper[0] != follower}
+            parts = {log: part for log, part in all.items() if part.keeper[0] != follower and log != direct}
             open = [part.active for part in parts.values() if concerns(beginning, part.keeper[0])]
             yield from self._lose(key, group, frozenset[Time]().union(*open), record)
             for log in [log for log, part in parts.items() if begins_with_frontiers(beginning, part.keeper)]:
@@ -291,9 +292,12 @@ class Assembler:
         part = merged.parts.get(log)
         if part is None:
             log, part = record.incarnation, merged.parts.get(record.incarnation)
+            if part is not None and not is_ahead(part.lower, time):
+                part = None  # of a keeper whose frontiers were not read yet
         if part is not None:
             merged.touch(log, part, now)
-        if group.joined(log, time) and self._filter == "atomic":
+        joins = part is None and bool(merged.parts) and group.is_rest(time)
+        if (joins or group.joined(log, time)) and self._filter == "atomic":
             self.dropped["filtered"] += 1
             return []
         group.length = group.length or len(time)
