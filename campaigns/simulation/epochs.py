@@ -339,7 +339,8 @@ class EpochsChecker:
     def _look_at_rests(self, reader: EpochReader) -> None:
         """What was handed over as whole has no rest."""
         whole = set[Epoch]()
-        for one in (one for life in reader.lives for one in life if one.epoch is not None):
+        lives = reader.lives if reader.cursor is not None else reader.lives[-1:]
+        for one in (one for life in lives for one in life if one.epoch is not None):
             if one.records and one.epoch in whole:
                 self._fail("a part of an epoch", f"{reader.name}: {one.epoch} was complete: {one.incomplete}")
             if one.is_complete:
@@ -391,7 +392,9 @@ class EpochsChecker:
                 wrong = self._of(reader, one.epoch, self.published[one.epoch]) ^ set(has)
                 wrong = {(log, seq) for log, seq in wrong if seq >= self._oldest.get(log, 1 << 64)}
                 wrong = {(log, seq) for log, seq in wrong if log not in unknown}
-                if wrong and one.epoch.group == "signals" and one.epoch not in came_late and not self._is_torn:
+                hears = reader.cursor is not None or life is reader.lives[-1]  # of what comes late
+                is_late = one.epoch in came_late or self._is_torn
+                if wrong and hears and one.epoch.group == "signals" and not is_late:
                     what = (
                         f"{reader.name}: {one.epoch} as complete, though by their ids {sorted(wrong)} are wrong there"
                     )
