@@ -40,7 +40,6 @@ from history.epochs.merging import (
     LogFrontier,
     PendingEpoch,
     first_log,
-    passed_unread,
     restored_time,
 )
 from history.reading.acceptor import Positions, Record
@@ -82,6 +81,20 @@ class Assembled:
         return not self.incomplete
 
 
+class _PlainRecords:
+    """Records without an epoch. `positions`: up to where they were delivered, also before a restart."""
+
+    def __init__(self) -> None:
+        self.positions: Positions = {}
+
+    def take(self, record: Record) -> bool:
+        """Returns whether the record was not delivered yet, and notes that it is now."""
+        is_new = record.seq > self.positions.get(record.incarnation, 0)
+        if is_new:
+            self.positions[record.incarnation] = record.seq
+        return is_new
+
+
 class Assembler:
     """Assembles the epochs of one reader of `topics`, which are patterns. `filter`: "atomic": epochs that had begun
     when it began to read are dropped; "all": they are delivered as incomplete. `beyond`, by group: epochs that are less
@@ -111,7 +124,7 @@ class Assembler:
         self._table = GroupTable(self.dropped, each=each, beyond=self._beyond)
         self._groups = self._table.groups
         self._lost: list[Assembled] = []  # losses that were not reported before a restart
-        self._plain: Positions = {}  # up to where records without an epoch were delivered
+        self._plain = _PlainRecords()
         self._is_suspect = False  # there was a gap, and no snapshot since
         self._bytes = 0
         self.due: float | None = None  # loop time at which to call `overdue`; None: nothing waits
@@ -142,11 +155,8 @@ class Assembler:
                 elif self._is_suspect:
                     group.suspect = raised(group.suspect, part.active)
                 self._merge(group, reported, log, part)
-        for key, frontiers in begun.items():  # what was over in one log may come from another one
-            group = self._groups[key]
-            if len(group.reported_frontiers.parts) > 1:
-                passed = (passed_unread(one, group.length, others=True) for one in frontiers)
-                group.suspect = raised(group.suspect, chain.from_iterable(passed))
+        for key, frontiers in begun.items():
+            self._groups[key].doubt_passed(frontiers)
         self._is_suspect = False
         for group in self._groups.values():
             group.known.clear()
@@ -156,7 +166,7 @@ class Assembler:
         so that the seqs of delivered records may now be those of other records."""
         self._is_suspect = True
         for log in damaged:
-            self._plain.pop(log, None)
+            self._plain.positions.pop(log, None)
             for group in self._groups.values():
                 for last in group.delivered.values():
                     last.pop(log, None)
@@ -172,19 +182,13 @@ class Assembler:
                 ready += self._move(record, now)
             elif is_about_epochs(source):
                 ready += self._begun(record, now)
-            elif not self._was_plain_delivered(record):
+            elif self._plain.take(record):
                 plain.append(record)
+            else:
+                self.dropped["delivered"] += 1
         if plain:
             ready.insert(0, Assembled(None, plain))
         return ready + self._shrink()
-
-    def _was_plain_delivered(self, record: Record) -> bool:
-        """Returns whether the record was delivered before a restart, without an epoch."""
-        if record.seq <= self._plain.get(record.incarnation, 0):
-            self.dropped["delivered"] += 1
-            return True
-        self._plain[record.incarnation] = record.seq
-        return False
 
     def _move(self, record: Record, now: float) -> Iterator[Assembled]:
         """Take a record of frontiers."""
@@ -194,8 +198,8 @@ class Assembler:
             before = part.active - set(map(time_of, reported.opened))
             if known is None and (reported.number != 1 or group.reported_frontiers.parts):
                 # the first one read of this log, so it is the snapshot
-                open = before if reported.number != 1 else ()
-                group.begin_log(log, part.keeper, reported, open, is_running=bool(group.reported_frontiers.parts))
+                open, is_running = before if reported.number != 1 else (), bool(group.reported_frontiers.parts)
+                group.begin_log(log, part.keeper, reported, open, is_running=is_running)
             elif known is not None and record.origin is not None and reported.number > known.number + 1:
                 # A gateway on the way was not sent some of it. In the keeper's own log a missing number is that of a
                 # frontier that could not be stored.
@@ -243,14 +247,10 @@ class Assembler:
             return
         if not begins(beginning, self._topics):
             return
-        follower = record.message.attributes.source.authority_name  # what it keeps itself has no beginning
-        direct = record.incarnation if record.origin is not None else b""  # it is another one: we read this log itself
         for key, group in self._groups.items():
-            all = group.reported_frontiers.parts
-            parts = {log: part for log, part in all.items() if part.keeper[0] != follower and log != direct}
-            open = [part.active for part in parts.values() if concerns(beginning, part.keeper[0])]
-            yield from self._lose(key, group, frozenset[Time]().union(*open), record)
-            for log in [log for log, part in parts.items() if begins_with_frontiers(beginning, part.keeper)]:
+            parts = _through(record, beginning, group)
+            yield from self._lose(key, group, frozenset[Time]().union(*(part.active for _, part in parts)), record)
+            for log in [log for log, part in parts if begins_with_frontiers(beginning, part.keeper)]:
                 group.reported_frontiers.expect(log, now)
                 group.unknown_since = now
 
@@ -302,7 +302,8 @@ class Assembler:
             return []
         group.length = group.length or len(time)
         if len(time) != group.length:
-            if self._was_plain_delivered(record):
+            if not self._plain.take(record):
+                self.dropped["delivered"] += 1
                 return []
             self._count_incomplete()
             return [Assembled(epoch, [record], ODD, key[1])]
@@ -342,15 +343,13 @@ class Assembler:
         merged.is_settled, lower = True, merged.lower
         group.filter = raised(not_passed(group.filter, lower), self._beyond.get(key[0], NOTHING))
         empty = group.take_empty()
-        over = sorted({*empty, *(time for time in group.pending if merged.is_over(time))})
-        silent = {time: merged.missing(time) for time in over if time not in empty}
-        why = f"has reported nothing for {self._timeout_s} s"
-        ready = [
-            self._report_empty(key, group, time, empty[time])
-            if time in empty
-            else self._deliver(key, group, time, silent[time] and f"{silent[time]} {why}")
-            for time in over
-        ]
+        silent = {time: merged.missing(time) for time in group.pending if merged.is_over(time)}
+        why, ready = f"has reported nothing for {self._timeout_s} s", list[Assembled]()
+        for time in sorted([*empty, *silent]):
+            if time in empty:
+                ready.append(self._report_empty(key, group, time, empty[time]))
+            else:
+                ready.append(self._deliver(key, group, time, silent[time] and f"{silent[time]} {why}"))
         group.forget_missed()
         if not self._is_suspect:
             group.suspect = not_passed(group.suspect, lower)
@@ -361,11 +360,8 @@ class Assembler:
     def _deliver(self, key: GroupKey, group: GroupState, time: Time, why: str = "") -> Assembled:
         pending = group.pending.pop(time)
         self._bytes -= pending.bytes
-        reported = group.incomplete.pop(time, "")
+        reported, late = group.incomplete.pop(time, ""), group.take_late(time)
         missed = MISSED if self._is_suspect or is_covered(group.suspect, time) else ""
-        late, _ = group.late.pop(time, ("", None))
-        if late:
-            group.note_reported(time)
         incomplete = why or pending.incomplete or reported or late or group.why_missed(time) or missed
         group.note_delivered(time, pending.records)
         group.finished.add(time)
@@ -416,21 +412,13 @@ class Assembler:
     def safe(self, positions: Positions, held: Iterable[Assembled] = ()) -> Positions:
         """Returns the positions to read from after a restart, if the logs were read up to `positions` and the reader
         has not stored `held` yet."""
-        safe = dict(positions)
-
-        def lower(log: bytes, seq: int) -> None:
+        safe, groups = dict(positions), self._groups.values()
+        pending = (one.first.items() for group in groups for one in group.pending.values())
+        reports = (one for group in groups for one in group.reports_not_over())
+        records = chain(reports, *(one.records for one in held))
+        for log, seq in chain(*pending, ((one.incarnation, one.seq) for one in records)):
             if log in safe:
                 safe[log] = min(safe[log], seq - 1)
-
-        for group in self._groups.values():
-            for pending in group.pending.values():
-                for log, seq in pending.first.items():
-                    lower(log, seq)
-            for report in group.reports_not_over():
-                lower(report.incarnation, report.seq)
-        for one in held:
-            for record in one.records:
-                lower(record.incarnation, record.seq)
         return safe
 
     def forget(self, safe: Positions) -> None:
@@ -440,17 +428,7 @@ class Assembler:
 
     def save(self, safe: Positions, held: Iterable[Assembled] = ()) -> dict[str, Any]:
         """Returns what to keep with `safe`, for `restore`: plain data for JSON."""
-        in_hand: dict[GroupKey, dict[Time, str]] = {}
-        plain = dict(self._plain)
-        lost: dict[GroupKey, list[tuple[Time, str]]] = {}  # losses to report
-        for one in (*self._lost, *held):
-            if one.epoch is not None and not one.records:
-                lost.setdefault((one.epoch.group, one.keeper), []).append((one.epoch.time, one.incomplete))
-            elif one.epoch is None or one.incomplete == ODD:
-                for record in one.records:
-                    plain[record.incarnation] = min(plain.get(record.incarnation, 0), record.seq - 1)
-            else:
-                in_hand.setdefault((one.epoch.group, one.keeper), {})[one.epoch.time] = one.incomplete
+        plain, lost, in_hand = _not_taken([*self._lost, *held], self._plain.positions)
         saved = [
             {"group": key[0], "keeper": key[1], "lost": lost.get(key, [])} | group.save(safe, in_hand.get(key, {}))
             for key, group in self._groups.items()
@@ -459,13 +437,42 @@ class Assembler:
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Called before anything is taken. Raises KeyError, TypeError or ValueError for invalid data."""
-        self._plain = {bytes.fromhex(log): int(seq) for log, seq in saved.get("plain", {}).items()}
+        self._plain.positions = {bytes.fromhex(log): int(seq) for log, seq in saved.get("plain", {}).items()}
         for one in saved["groups"]:
             keeper = one["keeper"]
             key = (str(one["group"]), None if keeper is None else (str(keeper[0]), int(keeper[1])))
             self._table.of(key).restore(one)
             lost = [(restored_time(time), str(why)) for time, why in one["lost"]]
             self._lost += [Assembled(Epoch(key[0], time), [], why, key[1]) for time, why in lost]
+
+
+def _through(record: Record, beginning: Beginning, group: GroupState) -> list[tuple[bytes, LogFrontier]]:
+    """Returns the logs, with their last report, whose records come through the gateway that published `beginning`: not
+    what it keeps itself, and, if it is another one than that which we read from, not what that one keeps."""
+    follower = record.message.attributes.source.authority_name
+    direct = record.incarnation if record.origin is not None else b""
+    return [
+        (log, part)
+        for log, part in group.reported_frontiers.parts.items()
+        if part.keeper[0] != follower and log != direct and concerns(beginning, part.keeper[0])
+    ]
+
+
+def _not_taken(
+    assembled: Iterable[Assembled], plain: Positions
+) -> tuple[Positions, dict[GroupKey, list[tuple[Time, str]]], dict[GroupKey, dict[Time, str]]]:
+    """Returns, of what the reader has not taken: `plain`, the positions before its records without an epoch, the losses
+    to report, and the epochs with records, each with the reason why it is incomplete."""
+    before, lost, in_hand = dict(plain), dict[GroupKey, list[tuple[Time, str]]](), dict[GroupKey, dict[Time, str]]()
+    for one in assembled:
+        if one.epoch is not None and not one.records:
+            lost.setdefault((one.epoch.group, one.keeper), []).append((one.epoch.time, one.incomplete))
+        elif one.epoch is None or one.incomplete == ODD:
+            for record in one.records:
+                before[record.incarnation] = min(before.get(record.incarnation, 0), record.seq - 1)
+        else:
+            in_hand.setdefault((one.epoch.group, one.keeper), {})[one.epoch.time] = one.incomplete
+    return before, lost, in_hand
 
 
 def begins(beginning: Beginning, topics: Sequence[UUri]) -> bool:

@@ -424,6 +424,12 @@ class GroupState:
             over = map(time_of, reported.kept.passed)
             self.started = raised(self.started, [*open, *(time for time in over if len(time) == self.length)])
 
+    def doubt_passed(self, frontiers: Iterable[GroupFrontier]) -> None:
+        """Note that what was over before these frontiers, which are the first ones read, may come from another log."""
+        if len(self.reported_frontiers.parts) > 1:
+            passed = (passed_unread(one, self.length, others=True) for one in frontiers)
+            self.suspect = raised(self.suspect, itertools.chain.from_iterable(passed))
+
     def joined(self, log: bytes, time: Time) -> bool:
         """Returns whether the epoch was over before this log was read."""
         floor = self.floors.get(log)
@@ -445,6 +451,13 @@ class GroupState:
         if len(self.late) > DELIVERED_MAX:
             del self.late[next(iter(self.late))]
 
+    def take_late(self, time: Time) -> str:
+        """Returns why the epoch is incomplete if records of it came late, which is reported now; else ""."""
+        why, _ = self.late.pop(time, ("", None))
+        if why:
+            self.note_reported(time)
+        return why
+
     def why_missed(self, time: Time) -> str:
         return next((span.why for span in self.missed if span.covers(time)), "")
 
@@ -454,8 +467,7 @@ class GroupState:
         is_over = self.reported_frontiers.is_over
         for time in [one for one in self.late if is_over(one)]:
             if time not in self.pending:
-                found[time] = self.late.pop(time)[0]
-                self.note_reported(time)
+                found[time] = self.take_late(time)
         for span in self.missed:
             while span.next <= span.last and is_over((span.next,)):
                 time = (span.next,)

@@ -260,13 +260,14 @@ class EpochsSection(Section):
     width_ms: int | None = Field(default=None, ge=1, le=EPOCH_MS_MAX)
     """of a bucket"""
     lateness_ms: int = Field(default=0, ge=0, le=EPOCH_MS_MAX)
-    """a bucket ends when there was a message whose id is later than its end by this much"""
+    """a bucket ends when there was a message whose id is later than its end by this much, and our clock is there"""
     ahead_ms: int = Field(default=5_000, ge=0, le=EPOCH_MS_MAX)
-    """an id that is ahead of our clock by this much opens no bucket: its message joins the lowest open one, and is
-    counted"""
+    """an id that is ahead of our clock by this much opens no bucket: its message joins the lowest open one, which says
+    so, and is counted"""
     timeout_ms: int = Field(default=10_000, ge=1, le=EPOCH_MS_MAX)
     """a bucket that has not ended so long after its first message ends as incomplete, and so does an epoch whose
-    publisher says and sends nothing for so long"""
+    publisher says and sends nothing for so long. While nothing comes, readers of several gateways wait for ours by so
+    much and up to 20 s"""
 
     @property
     def ends(self) -> str:

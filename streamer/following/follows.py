@@ -90,7 +90,7 @@ class Follows(Intake, UListener):
         self._waits = set[asyncio.Timeout]()  # of answers, for the position in a history
         self._to_run: dict[str, Callable[[], Coroutine[None, None, None]]] = {}
         self._refused = 0  # announced histories beyond FOLLOWED_MAX
-        self._ended = dict[str, None]()  # keys of positions of histories that are not followed any more
+        self._ended = _EndedPositions()
 
     def __repr__(self) -> str:
         return f"Follows({list(self._followed)})"
@@ -189,7 +189,7 @@ class Follows(Intake, UListener):
         if follow is not None or service.ue_id >> 16:
             self._follow(service, endpoint, follow)
         elif FollowedPlaces.FromString(self.logs.durable.followed.position(key) or b"").ended:
-            self._keep_ended(key)
+            self._ended.keep(self.logs.durable.followed, key)
         else:
             self._run(key, functools.partial(self._end, key, service, endpoint))
 
@@ -204,21 +204,8 @@ class Follows(Intake, UListener):
                 if error.code in (UCode.PERMISSION_DENIED, UCode.UNIMPLEMENTED):
                     break
                 await backoff.wait()
-        self._keep_ended(key)
+        self._ended.keep(self.logs.durable.followed, key)
         log.info("a history is not followed any more: our position in it is kept", service=key)
-
-    def _keep_ended(self, key: str) -> None:
-        """Keep the position for the day that the history is followed again; of ENDED_MAX, the latest."""
-        self._ended[key] = None
-        followed = self.logs.durable.followed
-        kept = FollowedPlaces.FromString(followed.position(key) or b"")
-        kept.ended = True
-        followed.keep(key, kept.SerializeToString(), at_once=True)
-        followed.keep(COVERED + key, None)
-        while len(self._ended) > ENDED_MAX:
-            oldest = next(iter(self._ended))
-            del self._ended[oldest]
-            followed.keep(oldest, None)
 
     def _run(self, key: str, run: Callable[[], Coroutine[None, None, None]]) -> None:
         if self._is_running:
@@ -241,7 +228,7 @@ class Follows(Intake, UListener):
             if self._refused == 1:
                 log.error("no more histories can be followed", limit=FOLLOWED_MAX, service=followed.key)
             return
-        self._ended.pop(followed.key, None)
+        self._ended.keys.pop(followed.key, None)
         self._followed[followed.key] = followed
         self.histories = len(self._followed)
         for name in _names_of(service.authority_name):
@@ -393,7 +380,7 @@ class Follows(Intake, UListener):
         for endpoint in self._endpoints:
             there = [one for one in self if one.endpoint is endpoint]
             states = Counter[str](one.state for one in there)
-            states["ended"] = sum(key.startswith(f"{endpoint.name}:") for key in self._ended)
+            states["ended"] = sum(key.startswith(f"{endpoint.name}:") for key in self._ended.keys)
             shown = [state for state in STATES if there or states["ended"]]
             yield from each("followed", (endpoint.name,), {state: states[state] for state in shown})
             became = sum((one.counts for one in there), Counter[str]())
@@ -427,6 +414,25 @@ def _inherit(followed: FollowedLogs, endpoints: Endpoints, endpoint: str, servic
                 for prefix in ("", COVERED):
                     followed.rename(prefix + key, f"{prefix}{endpoint}:{service}")
                 return
+
+
+class _EndedPositions:
+    """Positions in histories that are not followed any more, for the day that they are followed again: the latest
+    ENDED_MAX. `keys`: those of the log, the oldest first."""
+
+    def __init__(self) -> None:
+        self.keys = dict[str, None]()
+
+    def keep(self, followed: FollowedLogs, key: str) -> None:
+        self.keys[key] = None
+        kept = FollowedPlaces.FromString(followed.position(key) or b"")
+        kept.ended = True
+        followed.keep(key, kept.SerializeToString(), at_once=True)
+        followed.keep(COVERED + key, None)
+        while len(self.keys) > ENDED_MAX:
+            oldest = next(iter(self.keys))
+            del self.keys[oldest]
+            followed.keep(oldest, None)
 
 
 def _names_of(authority: str) -> set[str]:
