@@ -326,6 +326,7 @@ class Buckets(GroupEpochs):
         self._now_ms, self._quiet_since = now_ms, now
         if not self.frontier.held:
             self._hold(self._bucket(now_ms - self.group.timeout_ms))
+        self._ends = {time: self._end_of(time, now) for time in self.frontier.seen}  # those of before a restart
         self._plan(now_ms, now)
 
     def _hold(self, begin: int) -> None:
@@ -371,13 +372,16 @@ class Buckets(GroupEpochs):
             time = lowest
         if time not in seen:
             self.frontier.see(time)
-            ahead_ms = max(0, time[0] - self._now_ms)  # its time has not come yet
-            self._ends[time] = now + (ahead_ms + self.group.timeout_ms) / 1_000
+            self._ends[time] = self._end_of(time, now)
             missed = (one.incomplete for one in self._may_open_missed if _is_within(one, time))
             reasons = chain(missed, (why for _, why in self._causes.values()))
             if why := next(reasons, ""):
                 self.incomplete.setdefault(time, why)
         return Epoch(self.group.name, time)
+
+    def _end_of(self, time: Time, now: float) -> float:
+        """Returns the loop time at which a bucket with records has timed out: not before its time has come."""
+        return now + (max(0, time[0] - self._now_ms) + self.group.timeout_ms) / 1_000
 
     def _note_stranger(self, publisher: PublisherAddress, joined: Time, begin: int, ahead_ms: int) -> None:
         """Note that a record has joined an epoch that is not that of its id, and why neither of the two is whole."""
@@ -489,7 +493,6 @@ class Buckets(GroupEpochs):
         self._newest_ms = report.kept.newest_ms
         for seen in self.frontier.seen:
             self.incomplete.setdefault(seen, INTERRUPTED)
-            self._ends[seen] = now + self.group.timeout_ms / 1_000
 
 
 def _is_within(missed: GroupFrontier.Missed, time: Time) -> bool:

@@ -102,6 +102,19 @@ def test_the_last_bucket_of_a_clock_that_is_ahead_ends_when_our_clock_is_there()
     assert seconds(watch.report().ended) == {3: groups.SILENT}
 
 
+def test_a_bucket_that_is_ahead_times_out_after_its_time_also_after_a_restart() -> None:
+    watch = Watch()
+    watch.take((SIGNALS[0], 100), (SIGNALS[0], 4_100))
+    after = Watch()
+    after.kept = Buckets(SECOND)
+    after.kept.resume(watch.report(), after.now)
+    after.kept.start(after.now_ms, after.now)
+    after.at(5_900)
+    assert 4 not in seconds(after.report().ended)
+    after.at(6_100)
+    assert 4 in seconds(after.report().ended)
+
+
 def test_both_epochs_of_a_late_record_say_so() -> None:
     watch = Watch()
     watch.at(1_400)
