@@ -55,6 +55,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 GROUPS_MAX: Final = 16  # each frontier names all groups
+AUTHORITIES_MAX: Final = 4_096  # known of one group; with more, each network that is away may concern it
 RESTART: Final = ""  # the cause of what is missed until the process listens again after a restart
 RETRY_S: Final = 1.0  # after a log has refused a frontier
 
@@ -117,6 +118,7 @@ class Keeper:
             kept = Progress(group, self._positions) if group.width_ms is None else Buckets(group)
             assert self._kept.setdefault(group.name, kept) is kept, "each group has a name of its own"
         assert len(self._kept) <= GROUPS_MAX, "each frontier names them all"
+        self._authorities = {kept: set[str]() for kept in self._kept.values()}  # that have published, by group
         self._in = {one: _InLog() for one in logs}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -149,6 +151,9 @@ class Keeper:
             kept.version = kept.version or now_ms
             if isinstance(kept, Progress) and kept.publishers:
                 await self._count_again(kept)
+        for source in [stream.source for one in self._logs for stream in one.streams() if self._kept]:
+            for kept in (one for one in self._kept.values() if one.group.has(source)):
+                self._note_publisher(kept, source)
         if self._kept:
             for one, state in self._in.items():
                 state.stream = one.stream_id(self.topic, wanted=True)
@@ -174,7 +179,8 @@ class Keeper:
         """Note that messages of the authorities that `owns` names may be missed from now on, until `back(cause)`."""
         now_ms = self._now_ms()
         for kept in self._kept.values():
-            if any(owns(authority) for authority in self._authorities(kept)):
+            known = self._authorities[kept]
+            if len(known) >= AUTHORITIES_MAX or any(map(owns, known)):
                 kept.away(cause, now_ms, why)
         self._report()
 
@@ -192,11 +198,6 @@ class Keeper:
             if isinstance(kept, Buckets) and kept.clocks_ahead:
                 publisher, (ahead_ms, _) = max(kept.clocks_ahead.items(), key=lambda one: one[1][0])
                 yield kept.group.name, publisher, ahead_ms
-
-    def _authorities(self, kept: GroupEpochs) -> set[str]:
-        """Returns the authorities that have published on topics of the group."""
-        sources = (stream.source for one in self._logs for stream in one.streams() if is_publish(stream))
-        return {source.authority_name for source in sources if kept.group.has(source)}
 
     # -- after a restart
 
@@ -283,9 +284,14 @@ class Keeper:
                 if kept.group.has(source):
                     found = (kept, (source.authority_name, source.ue_id), stream.source_bytes)
                     state.of[id] = found
+                    self._note_publisher(kept, source)
                     return found
         state.plain.add(id)
         return None
+
+    def _note_publisher(self, kept: GroupEpochs, source: UUri) -> None:
+        if len(self._authorities[kept]) < AUTHORITIES_MAX:
+            self._authorities[kept].add(source.authority_name)
 
     def _involve(self, one: Log, kept: GroupEpochs) -> None:
         """Report the group in that log from now on, and name the log in the reports of the others."""
