@@ -249,6 +249,10 @@ class MergedFrontiers:
         self._note_unheard(now)
         self.is_settled = False
 
+    def knows(self, keeper: KeeperAddress) -> bool:
+        """Returns whether logs of the keeper are merged, or waited for."""
+        return keeper in self._keepers or keeper in self._expected.values()
+
     def expect(self, log: bytes, now: float) -> None:
         """Forget what the log has reported, and wait until its keeper reports again, which is a snapshot."""
         keeper = self.parts[log].keeper
@@ -417,7 +421,7 @@ class GroupState:
         self.length = self.length or len(next(iter(passed), ()))
         self.suspect = raised(self.suspect, [*passed, *(open if is_running else ())])
         merged = self.reported_frontiers
-        if is_running and merged.lower and all(part.keeper != keeper for part in merged.parts.values()):
+        if is_running and merged.lower and not merged.knows(keeper):
             self.floors[log] = merged.lower
         if not is_running:
             self.filter = raised(self.filter, open)
