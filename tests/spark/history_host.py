@@ -22,12 +22,12 @@ from history.log.log import Log
 from history.service.service import HistoryService
 from transports import plugin
 from uprotocol import uri as uris
-from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer import ids
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.umessage_pb2 import UMessage
 
 AUTHORITY = "gateway"
+EPOCHS_MS = 1_700_000_000_000  # the time of the first epoch
 SECOND = Group("second", [uris.parse("//epochs/1/1/FFFF")], 1_000, timeout_ms=600_000)
 
 
@@ -39,8 +39,10 @@ async def main(port: int, path: str, retention_ms: int) -> None:
     if (credentials := Path(path).with_name("credentials")).exists():
         settings["credentials_file"] = str(credentials)
     async with log, ring, plugin.create("zenoh", settings, local) as transport:
-        keeper = Keeper(ids.at(AUTHORITY, ids.FRONTIERS), [SECOND], [log, ring], uuids.now_ms)
+        groups = [SECOND] if Path(path).with_name("epochs").exists() else []
+        keeper = Keeper(ids.at(AUTHORITY, ids.FRONTIERS), groups, [log, ring], lambda: EPOCHS_MS + 600_000)
         await keeper.open()
+        keeper.listening()
         service = HistoryService(transport, local, [log, ring], keeper=keeper)
         await service.start()
         print(json.dumps({"incarnation": log.incarnation.hex(), "ring": ring.incarnation.hex()}), flush=True)

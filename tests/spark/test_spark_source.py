@@ -668,6 +668,8 @@ def seconds(*tenths: int) -> list[UMessage]:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_each_batch_has_whole_epochs(host: Host, spark: SparkSession, tmp_path: Path) -> None:
+    host.path.with_name("epochs").touch()
+    host.restart()
     settings = config(host, tmp_path, epochs="complete", topics=["//epochs/1/1/FFFF"], max_records_per_batch=5)
 
     def more(*tenths: int) -> list[int]:
