@@ -151,10 +151,10 @@ class Keeper:
             kept.version = kept.version or now_ms
             if isinstance(kept, Progress) and kept.publishers:
                 await self._count_again(kept)
-        for source in [stream.source for one in self._logs for stream in one.streams() if self._kept]:
-            for kept in (one for one in self._kept.values() if one.group.has(source)):
-                self._note_publisher(kept, source)
         if self._kept:
+            for source in [stream.source for one in self._logs for stream in one.streams()]:
+                for kept in (one for one in self._kept.values() if one.group.has(source)):
+                    self._note_publisher(kept, source)
             for one, state in self._in.items():
                 state.stream = one.stream_id(self.topic, wanted=True)
                 state.plain.add(state.stream)

@@ -395,7 +395,7 @@ class GroupState:
     # are dropped: their epochs are delivered, or were over.
     floors: dict[bytes, Antichain] = field(default_factory=dict)
     missed: list[MissedSpan] = field(default_factory=list)  # buckets that are not over
-    # epochs that are not delivered and of which records came late: why they are incomplete, and the record that says so
+    # undelivered epochs whose records came too late: the reason for the reader, and the frontier that reported it
     late: dict[Time, tuple[str, Record]] = field(default_factory=dict)
     reported_frontiers: MergedFrontiers = field(default_factory=MergedFrontiers)
     pending: dict[Time, PendingEpoch] = field(default_factory=dict)
@@ -440,7 +440,7 @@ class GroupState:
         return floor is not None and not is_ahead(floor, time)
 
     def note_missed(self, reported: GroupFrontier, by: Record) -> None:
-        """Note buckets whose messages a keeper may have missed, and epochs with late records."""
+        """Note buckets whose messages a keeper may have missed."""
         for missed in reported.missed:
             first, last, width = time_of(missed.first), time_of(missed.last), missed.width_ms
             if width and len(first) == len(last) == self.length == 1 and first <= last:
