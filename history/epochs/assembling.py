@@ -224,7 +224,7 @@ class Assembler:
     def _came_late(self, key: GroupKey, group: GroupState, time: Time, why: str, by: Record) -> Iterator[Assembled]:
         """Note that records of an epoch came when it was over. Of an epoch that was delivered this is one more report
         without records."""
-        if len(time) != group.length or is_covered(group.started, time):
+        if not group.has_length(time) or is_covered(group.started, time):
             return
         if not group.is_rest(time):
             group.note_late(time, why, by)
@@ -296,10 +296,6 @@ class Assembler:
                 part = None  # of a keeper whose frontiers were not read yet
         if part is not None:
             merged.touch(log, part, now)
-        joins = part is None and bool(merged.parts) and group.is_rest(time)
-        if (joins or group.joined(log, time)) and self._filter == "atomic":
-            self.dropped["filtered"] += 1
-            return []
         group.length = group.length or len(time)
         if len(time) != group.length:
             if not self._plain.take(record):
@@ -307,6 +303,10 @@ class Assembler:
                 return []
             self._count_incomplete()
             return [Assembled(epoch, [record], ODD, key[1])]
+        joins = part is None and bool(merged.parts) and group.is_rest(time)
+        if (joins or group.joined(log, time)) and self._filter == "atomic":
+            self.dropped["filtered"] += 1
+            return []
         if group.was_delivered(time, record):
             self.dropped["delivered"] += 1
             return []

@@ -426,7 +426,11 @@ class GroupState:
         if not is_running:
             self.filter = raised(self.filter, open)
             over = map(time_of, reported.kept.passed)
-            self.started = raised(self.started, [*open, *(time for time in over if len(time) == self.length)])
+            self.started = raised(self.started, [*open, *filter(self.has_length, over)])
+
+    def has_length(self, time: Time) -> bool:
+        """Returns whether the time, of a report, has as many numbers as the others of this group."""
+        return 0 < len(time) == self.length
 
     def doubt_passed(self, frontiers: Iterable[GroupFrontier]) -> None:
         """Note that what was over before these frontiers, which are the first ones read, may come from another log."""
@@ -530,8 +534,8 @@ class GroupState:
 
     def note_incomplete(self, frontier: GroupFrontier) -> None:
         for one in frontier.ended:
-            if one.incomplete and 0 < len(one.time.numbers) == self.length:
-                self.incomplete[time_of(one.time)] = one.incomplete
+            if one.incomplete and self.has_length(time := time_of(one.time)):
+                self.incomplete[time] = one.incomplete
         while len(self.incomplete) > DELIVERED_MAX:
             del self.incomplete[next(iter(self.incomplete))]
 

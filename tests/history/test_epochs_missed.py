@@ -391,6 +391,23 @@ def test_what_no_keeper_reports_as_missed_is_ignored() -> None:
     assert reader.take([source.missed((9,), 5, 2), source.missed((9,), 1, 2, width=0)], 0.0) == []
 
 
+@pytest.mark.parametrize("numbers", [(), (1, 1)])
+def test_times_with_another_count_of_numbers_are_ignored(numbers: Time) -> None:
+    source, reader = SourceLog(), Assembler()
+    begin, late = source.frontier([], [], 9), source.late((4,), 1)
+    for record in (begin, late):
+        frontier = Frontier.FromString(record.message.payload)
+        frontier.groups[0].kept.passed.add(numbers=numbers)
+        frontier.groups[0].late.add(incomplete="late").time.numbers.extend(numbers)
+        frontier.groups[0].ended.add(incomplete="late").time.numbers.extend(numbers)
+        record.message.payload = frontier.SerializeToString()
+    reader.begin([begin], 0.0)
+    assert times(reader.take([begin, source.data((5,)), late, source.frontier([(9,)], [])], 0.0)) == [
+        ((1,), "late"),
+        ((5,), ""),
+    ]
+
+
 def test_late_records_of_an_epoch_that_was_delivered_are_reported_once() -> None:
     source, reader = SourceLog(), Assembler(timeout_s=10)
     snapshot = source.frontier([(2,)], [(1,)], 9)
