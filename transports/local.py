@@ -240,6 +240,7 @@ class LocalTransport(TransportBase):
             self.capabilities = type(self).capabilities | Capability.PERSISTENT_SESSION
         self._resumed = MemberSession()  # of the member before us: messages and filters that are not claimed yet
         self._resumed_until = 0.0  # loop time
+        self._drains = False  # `close` waits for listeners
         self.arrivals: Arrivals[UMessage] = Arrivals(
             self._deliver,
             self._took,
@@ -284,12 +285,15 @@ class LocalTransport(TransportBase):
         """Leave the network when everything that has arrived is taken, after DRAIN_MS_MAX at the latest."""
         if not self.is_open:
             return
-        self.is_open = False
+        self.is_open, self._drains = False, True
         self.network.members.remove(self)
         self.network.freed.set()  # nobody need wait for us any more
         if self.session is not None:
             self.network.sessions[self.session] = MemberSession([*self._resumed.filters, *self.listeners.filters])
         left = await self.arrivals.finish(DRAIN_MS_MAX / 1000) if self.connected else self.arrivals.close()
+        if not self._drains:  # abandoned meanwhile
+            return
+        self._drains = False
         self.disconnect()
         self._leave_session(left)
         self._for_pull = Kept()
@@ -297,10 +301,12 @@ class LocalTransport(TransportBase):
     def abandon(self) -> None:
         """Leave like a process that is killed: without draining or notifying; a session keeps what was not taken."""
         if self.is_open:
-            self.is_open = self._connected = False
             self.network.members.remove(self)
-            self._leave_session(self.arrivals.close())
-            self.network.freed.set()
+        elif not self._drains:
+            return
+        self.is_open = self._connected = self._drains = False
+        self._leave_session(self.arrivals.close())
+        self.network.freed.set()
 
     def _leave_session(self, left: list[UMessage]) -> None:
         """Let the network keep messages from now on, behind those that were not taken."""

@@ -254,7 +254,8 @@ async def test_a_session_keeps_what_its_listeners_want_until_they_are_back(leave
         await beta.close()
 
 
-async def test_a_member_that_is_abandoned_gets_again_what_it_had_not_taken() -> None:
+@pytest.mark.parametrize("closes", [False, True], ids=["open", "while it closes"])
+async def test_a_member_that_is_abandoned_gets_again_what_it_had_not_taken(closes: bool) -> None:
     network = LocalNetwork()
     alpha, beta = LocalTransport.on(network, LocalUriProvider(ALPHA, 0x10AB, 3)), named(network, BETA)
 
@@ -273,6 +274,8 @@ async def test_a_member_that_is_abandoned_gets_again_what_it_had_not_taken() -> 
         for message in numbered(3):
             await alpha.send(message)
         await asyncio.wait_for(stuck.called.wait(), 10)
+        closing = asyncio.ensure_future(beta.close()) if closes else None
+        await asyncio.sleep(0)  # it begins to close
         beta.abandon()
         again = named(network, BETA)
         await again.open()
@@ -280,6 +283,8 @@ async def test_a_member_that_is_abandoned_gets_again_what_it_had_not_taken() -> 
         await heard.expect(3)
         assert [int(message.payload) for message in heard.messages] == [0, 1, 2]
         await again.close()
+        if closing is not None:
+            await closing
 
 
 @pytest.mark.parametrize("seed", range(5))
