@@ -134,7 +134,7 @@ async def adopt(world: World, machine: Machine) -> None:
         return
     for out_of_order in (False, True):
         try:
-            found = await cursors._adopt(path, old, new, out_of_order=out_of_order)
+            found = await cursors._adopt(path, old, new, out_of_order=out_of_order, runtime=machine.command_runtime())
             world.note("adopted", old, new, found)
             return
         except UStatusError as error:

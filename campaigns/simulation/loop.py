@@ -19,6 +19,7 @@ import contextlib
 import contextvars
 import gc
 import heapq
+import itertools
 import random
 import sys
 import warnings
@@ -108,6 +109,29 @@ class _TimerHandle(events.TimerHandle):
             super()._run()  # type: ignore[misc]
 
 
+class _Task(asyncio.Task[T]):
+    """A task that has its place in a set by its number, not by its address: those of a set run in the same order each
+    time."""
+
+    def __init__(self, *args: Any, number: int, **options: Any) -> None:
+        self._number = number
+        super().__init__(*args, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _Future(asyncio.Future[T]):
+    """As `_Task`."""
+
+    def __init__(self, *, number: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._number = number
+        super().__init__(loop=loop)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class _Clock:
     """Replaces the selector: instead of waiting, the clock jumps."""
 
@@ -149,6 +173,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._selector = _Clock(self)
         self._clock_resolution = 1e-9
         self.tasks: list[asyncio.Task[Any]] = []  # of no process
+        self._numbers = itertools.count()  # of tasks and futures
         self.set_exception_handler(lambda _, context: self.errors.append(context))
 
     def time(self) -> float:
@@ -187,10 +212,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
     ) -> events.TimerHandle:
         return self.call_at(self.now + delay, callback, *args, context=context)
 
+    def create_future(self) -> asyncio.Future[Any]:
+        return _Future(number=next(self._numbers), loop=self)
+
     def create_task(
         self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: contextvars.Context | None = None
     ) -> asyncio.Task[T]:
-        task: asyncio.Task[T] = super().create_task(coro, name=name, context=context)
+        task: asyncio.Task[T] = _Task(coro, number=next(self._numbers), loop=self, name=name, context=context)
         process = (context if context is not None else contextvars.copy_context()).get(PROCESS)
         (self.tasks if process is None else process.tasks).append(task)
         return task

@@ -369,6 +369,12 @@ class Machine:
     def make_process(self) -> MachineProcess:
         return GatewayProcess(self, len(self.processes))
 
+    def command_runtime(self) -> Runtime:
+        """Returns the runtime of a command that works on the files while the gateway is stopped."""
+        dice = random.Random(f"{self.world.seed} {self.name} command {self.world.loop.time()}")
+        disk = SimulatedDisk(dice, lambda what: self.world.note("disk", self.name, what))
+        return runtime_of(self.world, disk, dice)
+
     def validated(self, config: dict[str, Any]) -> Config:
         return Config.model_validate(config_of(self.world, self.name, config))
 

@@ -192,7 +192,7 @@ class Assembler:
 
     def _move(self, record: Record, now: float) -> Iterator[Assembled]:
         """Take a record of frontiers."""
-        log, touched = first_log(record), set[GroupKey]()
+        log, touched = first_log(record), dict[GroupKey, None]()
         for key, group, reported, part in self._table.read(record, now):
             known = group.reported_frontiers.parts.get(log)
             before = part.active - set(map(time_of, reported.opened))
@@ -211,7 +211,7 @@ class Assembler:
             group.note_missed(reported, record)
             for late in reported.late:
                 yield from self._came_late(key, group, time_of(late.time), late.incomplete, record)
-            touched.add(key)
+            touched[key] = None
         for key in touched:
             yield from self._over(key, self._groups[key])
 

@@ -109,7 +109,7 @@ class Pushing:
         self._bytes_since_tell = 0
         self._opened = asyncio.Event()
         self.task = asyncio.create_task(self._run(), name="push")
-        self.task.add_done_callback(lambda _: all.pushes.discard(self))
+        self.task.add_done_callback(lambda _: all.pushes.pop(self, None))
 
     @property
     def _window(self) -> int:
@@ -252,7 +252,7 @@ class Follower:
         self.ends_at = 0.0  # loop time
         self.topics: dict[bytes, int] = {}
         self.push: Pushing | None = None
-        self.polls: set[Poll] = set()  # all but the newest are being answered
+        self.polls: dict[Poll, None] = {}  # all but the newest are being answered
         self._all, self._sight = matches, sight
         self.patterns: dict[bytes, UUri] = {}  # topics with wildcards
         self._periods: dict[tuple[Log, int], int] = {}  # cache, by stream
@@ -345,7 +345,7 @@ class Followers:
         self._matches, self._sights, self._answer = matches, sights, answer
         self._responses, self.frames = responses, frames
         self._window_bytes_max = window_bytes_max
-        self.pushes = set[Pushing]()  # pushes that have not ended
+        self.pushes = dict[Pushing, None]()  # pushes that have not ended
         self._followers: dict[FollowerKey, Follower] = {}
         self._shares = Shares[str](FOLLOWERS_MAX, share=share)
         self._topics = Shares[str](topics_max, share=share)
@@ -402,11 +402,11 @@ class Followers:
         answer was lost on the way. Raises UStatusError."""
         if not poll.is_pushed:
             follower.cut(pushed=False)
-        follower.polls.add(poll)
+        follower.polls[poll] = None
         try:
             await self._answer(poll)
         finally:
-            follower.polls.discard(poll)
+            follower.polls.pop(poll, None)
             if not poll.is_pushed:
                 self._touch(follower)
 
@@ -486,7 +486,7 @@ class Followers:
             follower.stop_push()
         if push is not None:
             follower.push = Pushing(push, follower, self)
-            self.pushes.add(follower.push)
+            self.pushes[follower.push] = None
         elif follower.push is not None and asked.frames_taken:
             follower.push.taken(asked.frames_taken)
 

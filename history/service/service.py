@@ -132,7 +132,7 @@ class HistoryService:
         self._sights = access if access is not None else Sights()
         self._sights_version = self._sights.version
         self._matches = Matches(self._logs)
-        self._waiting: set[Poll] = set()
+        self._waiting: dict[Poll, None] = {}  # in the order in which they began to wait
         self._waiting_shares = Shares[str](POLLS_WAITING_MAX, share=share)  # by authority
         self._turns = Turns(reply_bytes_max, self._server.responses.shares.full, SEATS_MAX, share)
         self._server.responses.on_sent = self._turns.look
@@ -361,13 +361,13 @@ class HistoryService:
         if not self._waiting:
             self._seen = {log: log.newest_seq for log in self._logs}
             self._stop_listening = [log.on_append(functools.partial(self._appended, log)) for log in self._logs]
-        self._waiting.add(poll)
+        self._waiting[poll] = None
         if not poll.is_local:
             self._waiting_shares.add(caller, 1)
         try:
             yield
         finally:
-            self._waiting.discard(poll)
+            self._waiting.pop(poll, None)
             if not poll.is_local:
                 self._waiting_shares.add(caller, -1)
             if not self._waiting:

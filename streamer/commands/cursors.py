@@ -27,6 +27,7 @@ from history.records.chunk import SEQ_MAX, Stream, is_publish, unpack_streams
 from history.service.consumers import CURSOR_PREFIX as CONSUMER_PREFIX
 from history.service.consumers import owner_of, owners
 from storage.disk import REAL_DISK
+from storage.runtime import REAL, Runtime
 from streamer.commands import terminal
 from streamer.commands.letters import moment_ms
 from streamer.commands.options import AsJson, DataDir, endpoints
@@ -244,13 +245,13 @@ async def _release(path: Path, consumer: str) -> str:
         return str(owners(rows)[consumer])
 
 
-async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False) -> Listed:
+async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False, runtime: Runtime = REAL) -> Listed:
     """Move the records that wait for `old` to `new`. With `out_of_order`, `new` may get records twice.
 
     Raises UStatusError: NOT_FOUND (no such cursor), FAILED_PRECONDITION (`new` has been sent newer messages of these
     topics), or the error of Log.open (ALREADY_EXISTS: the streamer runs).
     """
-    async with await _open(path) as log:
+    async with await _open(path, runtime) as log:
         rows = log.cursors.all()
         _require(rows, old)
         leaves, heir = Place.of(rows, old), Place.of(rows, new)
@@ -406,9 +407,9 @@ async def _skip(path: Path, endpoint: str, to_ms: int, *, dry_run: bool) -> dict
     return skipping.as_dict(endpoint, to_ms, [found], dry_run=dry_run)
 
 
-async def _open(path: Path) -> Log:
+async def _open(path: Path, runtime: Runtime = REAL) -> Log:
     _require_log(path)
-    return await Log.open(path, name="durable", retention_ms=FOR_EVER, retention_bytes=FOR_EVER)
+    return await Log.open(path, name="durable", retention_ms=FOR_EVER, retention_bytes=FOR_EVER, runtime=runtime)
 
 
 def _require_log(path: Path) -> None:

@@ -180,7 +180,7 @@ class CatchUp:
         self._sender, self._aside, self.reading = sender, aside, reading
         self.recheck: dict[int, None] = {}  # held topics whose interest has changed
         self.found: dict[int, tuple[Target, ...]] = {}  # held topics that are wanted, with the targets that want them
-        self.taken: set[AddressHold] = set()  # holds whose first message the network has taken
+        self.taken: dict[AddressHold, None] = {}  # holds whose first message the network has taken
         self.read_back_at = 0.0  # loop time at which the taken holds are read back
         self.trying: dict[tuple[int, bytes], AddressHold] = {}  # by seq and addresses of the message that is tried
         self._try_at = 0.0  # loop time of the next round of tries
@@ -288,7 +288,7 @@ class CatchUp:
         self.targets, self.topics, self.addresses = targets, topics, taken
         self.position = min([target.since for those in targets.values() for target in those], default=self._plans.read)
         self.until = self._plans.read
-        self.found, self.taken = {}, set()
+        self.found, self.taken = {}, {}
 
     async def find_streams_of_holds(self) -> None:
         """Find the streams of holds from before the start, since the disk does not say which streams they had."""
@@ -459,7 +459,7 @@ class CatchUp:
             self._address_holds.move(hold, item[0])
         if not self.taken:
             self.read_back_at = loop_time() + GATHER_S
-        self.taken.add(hold)
+        self.taken[hold] = None
 
     def withdraw_trial(self, item: QueuedRecord) -> None:
         """Have `item`, which was removed before it left, tried again if it was a trial."""

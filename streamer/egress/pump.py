@@ -215,7 +215,7 @@ class Pump:
         self.address_holds.load()
         for hold in self.address_holds.merged.values():  # its addresses are not on disk: each is tried alone
             self.address_holds.taken(hold)
-            self.catch_up.taken.add(hold)
+            self.catch_up.taken[hold] = None
         self.owed.load()
         _report_skipped(self)
 
