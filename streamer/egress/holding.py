@@ -143,15 +143,18 @@ class Holding:
         if not held:
             return beyond
         streams, holds, first = set[int](), set[AddressHold](), dict[AddressHold, int]()
-        merges = self._address_holds.merges
+        merges, is_shared = self._address_holds.merges, False
         for one in held:
             item, status, kind = one
             address, authority = self._peer.addressed(item[1])
             known = self._address_holds.of(address, authority)
-            if known is not None and not known.is_waiting:
-                streams |= known.streams
-                if known.is_returning:
-                    first[known] = self._plans.read
+            if known is not None:
+                if not known.is_waiting:
+                    streams |= known.streams
+                    if known.is_returning:
+                        first[known] = self._plans.read
+                # streams without a record in the hold would go on to send to its address
+                is_shared |= known.unit[0] == "=" and bool(known.streams) and item[2] not in known.streams
             was_tried, was_heard = self._catch_up.trial_of(item) is not None, item[2] in self.heard
             hold = self._address_holds.hold(
                 address, authority, known, item, status, kind, was_heard=was_heard, was_tried=was_tried
@@ -163,20 +166,24 @@ class Holding:
                 self._peer.spans.held(self._peer.name, item[1], kind, status)
             streams.add(item[2])
             holds.add(hold)
-        if merges != self._address_holds.merges:
+        if is_shared or merges != self._address_holds.merges:
             self._plans.by_stream.clear()
         for stream in streams:
             self._plans.by_stream.pop(stream, None)
-        self._wait_behind(streams)
+        self._wait_behind(None if is_shared else streams)
         if first:
             self._move_returning(first, [*(item for item, *_ in held), *again])
         self.fresh |= holds
         self._fresh_until = self._sender.begun
         return beyond
 
-    def _wait_behind(self, streams: Set[int]) -> None:
-        """Move queued messages whose address is now held into its hold."""
-        for item in self._aside.take_out(lambda item: item[2] in streams and self._hold_of(item) is not None):
+    def _wait_behind(self, streams: Set[int] | None) -> None:
+        """Move queued messages whose address is now held into its hold: those of `streams`, or all (None)."""
+
+        def is_held(item: QueuedRecord) -> bool:
+            return (streams is None or item[2] in streams) and self._hold_of(item) is not None
+
+        for item in self._aside.take_out(is_held):
             if (hold := self._hold_of(item)) is not None:
                 self._address_holds.wait_behind(hold, item)
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from hypothesis import given
@@ -273,27 +273,68 @@ class _Run:
 
 
 class OneAddress:
-    """A network where all topics have one address. The first batch: the first message is refused, then it is away."""
+    """A network where all topics have one address. `answer` is called with the messages of each batch."""
 
     connected = True
     capabilities = Capability.PUBLISH_WITHOUT_SINK
     in_flight_messages = 100
 
-    def __init__(self) -> None:
-        self.batches = 0
-        self.taken: list[bytes] = []
+    def __init__(self, answer: Callable[[Sequence[UMessage]], list[UStatus]]) -> None:
+        self.answer = answer
+        self.sent, self.taken = list[bytes](), list[bytes]()
 
     def address_of(self, source: UUri, sink: UUri | None) -> str:
         return "vehicle1/cloud"
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        self.batches += 1
-        if self.batches > 1:
-            self.taken += [message.payload for message in messages]
-            return [OK] * len(messages)
-        statuses = [ANSWERS["refused"]]
-        stopped(statuses, len(messages), UStatus(code=UCode.UNAVAILABLE, message="away"))
+        statuses = self.answer(messages)
+        self.sent += [message.payload for message in messages]
+        self.taken += [message.payload for message, status in zip(messages, statuses, strict=True) if not status.code]
         return statuses
+
+
+class OnePump:
+    """A pump to such a network, from a log that is empty at first."""
+
+    def __init__(self, folder: Path, network: OneAddress) -> None:
+        self._folder, self._network = folder, network
+
+    async def __aenter__(self) -> Self:
+        self.log = await Log.open(None, name="durable")
+        self.log.durable = True
+        begun, _ = pumps(self._folder, self.log, self._network, Interest(), SimpleNamespace())
+        self.pump = begun()
+        self._running = asyncio.create_task(self.pump.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        await self.log.close()
+
+    async def append(self, *topics: UUri) -> None:
+        """The payload of each message is its seq."""
+        log = self.log
+        batch = [
+            UMessageBuilder.publish(topic).build_from_upayload(UPayload(b"%d" % (log.newest_seq + number), TEXT))
+            for number, topic in enumerate(topics, 1)
+        ]
+        await log.append([log.stream_id(topic, None) for topic in topics], list(map(EncodedMessage.of, batch)))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                assert not self._running.done()
+                await asyncio.sleep(0.002)
+
+    async def has_read(self, seq: int) -> None:
+        """Wait until the pump has read up to `seq`, and everything was answered."""
+        pump = self.pump
+        await self.until(lambda: pump.read == seq and not pump.sender.queue and not pump.sender.flights)
+
+    def try_again(self) -> None:
+        self.pump.address_holds.try_all()
+        self.pump.wake()
 
 
 @pytest.mark.spec("local~disp-no-discard")
@@ -302,33 +343,42 @@ async def test_what_failed_beside_a_refused_message_is_not_overtaken_by_its_own_
 ) -> None:
     """The broker goes down while it refuses an address, and is back with the right access rule."""
     monkeypatch.setattr(holds, "RETRY_S_MIN", 60.0)
-    network, log = OneAddress(), await Log.open(None, name="durable")
-    log.durable = True
-    begun, _ = pumps(tmp_path, log, network, Interest(), SimpleNamespace())
-    pump = begun()
 
-    async def append(*topics: UUri) -> None:
-        batch = [
-            UMessageBuilder.publish(topic).build_from_upayload(UPayload(b"%d" % (log.newest_seq + number), TEXT))
-            for number, topic in enumerate(topics, 1)
-        ]
-        await log.append([log.stream_id(topic, None) for topic in topics], list(map(EncodedMessage.of, batch)))
+    def answer(messages: Sequence[UMessage]) -> list[UStatus]:
+        """Of the first batch, the first message is refused; then the broker goes down."""
+        if network.sent:
+            return [OK] * len(messages)
+        return stopped([ANSWERS["refused"]], len(messages), UStatus(code=UCode.UNAVAILABLE, message="away"))
 
-    async def until(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():
-                assert not running.done()
-                await asyncio.sleep(0.002)
-
-    await append(TOPICS[0], TOPICS[1])
-    running = asyncio.create_task(pump.run())
-    await until(lambda: bool(pump.address_holds))
-    await append(TOPICS[1])
-    await until(lambda: pump.read == 3 and not pump.sender.queue and not pump.sender.flights)
-    pump.address_holds.try_all()
-    pump.wake()
-    await until(lambda: len(network.taken) >= 3)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await log.close()
+    network = OneAddress(answer)
+    async with OnePump(tmp_path, network) as one:
+        await one.append(TOPICS[0], TOPICS[1])
+        await one.until(lambda: bool(one.pump.address_holds))
+        await one.append(TOPICS[1])
+        await one.has_read(3)
+        one.try_again()
+        await one.until(lambda: len(network.taken) >= 3)
     assert network.taken == [b"1", b"2", b"3"]
+
+
+@pytest.mark.spec("local~disp-no-discard")
+async def test_what_goes_to_a_refused_address_waits_also_where_nothing_of_its_stream_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a broker whose access rule is mended between two messages of that stream takes only the second one."""
+    monkeypatch.setattr(holds, "RETRY_S_MIN", 60.0)
+    answers = [OK]
+    network = OneAddress(lambda messages: answers * len(messages))
+    async with OnePump(tmp_path, network) as one:
+        await one.append(*TOPICS)  # all of them have been sent before
+        await one.has_read(4)
+        answers[0] = ANSWERS["refused"]
+        await one.append(TOPICS[0], TOPICS[1])
+        await one.until(lambda: bool(one.pump.address_holds))
+        await one.append(TOPICS[2], TOPICS[2])
+        await one.has_read(8)
+        assert network.sent == [b"%d" % seq for seq in range(1, 7)], "7 and 8 wait without having been sent"
+        answers[0] = OK
+        one.try_again()
+        await one.until(lambda: len(network.taken) >= 8)
+    assert network.taken == [b"%d" % seq for seq in range(1, 9)]
