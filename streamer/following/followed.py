@@ -566,8 +566,8 @@ class Followed:
             if isinstance(record, Record):
                 self.counts["records"] += 1
                 if isinstance(to, Sorted) and id(record) in doubtful and (to.stream, to.message.id_bytes) in had:
-                    to = True
-                if to is True:
+                    to = "here"
+                if to == "here":
                     self.counts["pushed_before" if id(record) in doubtful else "duplicate"] += 1
                     if record.epoch is not None:
                         source = record.message.attributes.source

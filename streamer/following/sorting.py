@@ -13,7 +13,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Final
+from typing import Final, Literal
 
 import structlog
 from google.protobuf.message import DecodeError
@@ -146,25 +146,25 @@ class Sorting:
         self._follows, self._endpoint, self._speaks_for, self._counts = follows, endpoint, speaks_for, counts
         self._log = follows.logs.durable
 
-    def sort(self, record: Record) -> Sorted | bool:
-        """Returns where the record goes; True if it is here already, False if it is not for us."""
+    def sort(self, record: Record) -> Sorted | Literal["here"] | None:
+        """Returns where the record goes; "here" if it is here already, None if it is not for us."""
         message, dispatch = record.message, self._follows.dispatch
         assert isinstance(message, EncodedMessage), "as it was read"
         origin = record.origin or Origin(record.incarnation, record.seq)
         if origin.incarnation in self._follows.own_incarnations:
             self._counts["loop"] += 1
-            return False
+            return None
         attributes = message.stamp.attributes
         if attributes.type != attrs.PUBLISH or not self._is_valid(message):
             self._counts["unreadable"] += 1
-            return False
+            return None
         if not self._follows.lives_there(self._endpoint, attributes.source):
             self._counts["unwanted"] += 1
-            return False
+            return None
         if not self._speaks_for(attributes.source):
             self._counts["spoofed"] += 1
             self._endpoint.dropped["spoofed"] += 1
-            return False
+            return None
         if ids.is_about_epochs(attributes.source):
             return self._kept_in_order(attributes.source, message, origin, None)
         verdict = self._follows.ingress(self._endpoint).verdict_of(message)
@@ -178,21 +178,21 @@ class Sorting:
                 self._endpoint.dropped[verdict.reason] += 1
             if verdict.is_beyond_limit:
                 self._follows.ingress(self._endpoint).lose(verdict.account.authority, verdict.reason)
-            return False
+            return None
         key = message.id_bytes + verdict.source
         if not dispatch.window.take(key):
-            return True
+            return "here"
         if record.epoch is not None and not verdict.log.durable:
             return self._kept_in_order(message.stamp.attributes.source, message, origin, record.epoch)
         return Sorted(verdict.log, verdict.stream, message, key, origin, record.epoch)
 
     def _kept_in_order(
         self, source: UUri, message: EncodedMessage, origin: Origin, epoch: Epoch | None
-    ) -> Sorted | bool:
+    ) -> Sorted | Literal["here"]:
         """Sort records of epochs and records about epochs into one log, which keeps their order."""
         key = message.id_bytes + source.SerializeToString()
         if epoch is None and not self._follows.dispatch.window.take(key):
-            return True
+            return "here"
         return Sorted(self._log, self._log.stream_id(source, wanted=True), message, key, origin, epoch)
 
     def forget(self, sorted: Iterable[Sorted]) -> None:
