@@ -320,13 +320,13 @@ async def _require_no_publishes(log: Log, old: str, new: str) -> None:
     """Raises FAILED_PRECONDITION if publishes wait for `old`, since who follows behind `new` would never read them."""
     waiting, newest = Waiting(old, log.cursors.seqs()), log.newest_seq
 
-    def after(stream: int) -> int | None:
-        return waiting.after_in(log, stream) if is_publish(log.stream(stream)) else None
+    def after(stream: int) -> int | None:  # any publish may wait for a held address
+        return min(waiting.after_in(log, stream), waiting.held) if is_publish(log.stream(stream)) else None
 
-    if records := (await skipping.count(log, min(waiting.first, newest), newest, after)).records:
-        what = (
-            f"{records} publishes wait for {old!r}, and who is behind {new!r} follows our history: it reads by itself"
-        )
+    first = min(waiting.first, waiting.held, newest)
+    if records := (await skipping.count(log, first, newest, after)).records:
+        count = f"{records} publishes wait" if waiting.held == SEQ_MAX else f"up to {records} publishes wait"
+        what = f"{count} for {old!r}, and who is behind {new!r} follows our history: it reads by itself"
         how = f"take followed_by from {new!r}, start and stop the streamer, adopt them, and give followed_by back once"
         raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}, and from where it is. {how} they have left")
 

@@ -40,12 +40,16 @@ log = structlog.get_logger()
 class Waiting:
     """Up to where an endpoint has had each stream of a log, by the log's cursors: publishes as far as its follower has
     acknowledged them, if it has one; topics that are held as far as they are. It has no record of which of the others
-    somebody there wants: all of them count."""
+    somebody there wants: all of them count. Nor of the streams that wait for a held address: these records do not
+    count, and all are after `held`."""
 
     def __init__(self, endpoint: str, seqs: Mapping[str, int]) -> None:
         self._others = seqs.get(CURSOR_PREFIX + endpoint, SEQ_MAX)
         self._publishes = seqs.get(FOLLOWED_PREFIX + endpoint, self._others)
         self._streams: dict[int, int] = {}
+        self.held = min(
+            [seq for name, seq in seqs.items() if name.startswith(f"{HELD_PREFIX}{endpoint}:")], default=SEQ_MAX
+        )
         for name, seq in seqs.items():
             if name.startswith((f"{PARKED_PREFIX}{endpoint}:", f"{OWED_PREFIX}{endpoint}:")):
                 stream = int(name.rpartition(":")[2])
@@ -103,7 +107,8 @@ class Unclaimed:
     @property
     def first(self) -> int:
         """Returns the seq after which the first record that waits may be."""
-        return Waiting(self.endpoint, self._seqs).first
+        waiting = Waiting(self.endpoint, self._seqs)
+        return min(waiting.first, waiting.held)
 
     @property
     def topics(self) -> int:
@@ -270,9 +275,9 @@ class Claims:
                     f"{what}: {self._end(pump.topic_holds.waited_ms)} what has come of them", pump.peer.name
                 )
         for waits in self._look():
-            parked = f" and {waits.topics} parked topics" if waits.topics else ""
+            held = f", and those of {waits.topics} held topics and addresses," if waits.topics else ""
             yield Condition(
-                f"{waits.records} records{parked} wait for endpoint {waits.endpoint!r}, which is not configured: give "
+                f"{waits.records} records{held} wait for endpoint {waits.endpoint!r}, which is not configured: give "
                 "an endpoint that name, or stop the streamer and adopt or forget them with 'up-streamer cursors'; "
                 f"{self._end(waits.absent_ms)} them"
             )

@@ -280,13 +280,22 @@ async def test_what_waits_for_a_follower_is_not_lost_when_its_endpoint_gets_anot
     await pair.expect_all()
 
 
-async def test_publishes_that_wait_for_one_endpoint_are_not_given_to_who_reads_by_itself(pair: Pair) -> None:
+@pytest.mark.parametrize("why", ["away", "refused"])
+async def test_publishes_that_wait_for_one_endpoint_are_not_given_to_who_reads_by_itself(pair: Pair, why: str) -> None:
+    """Neither what waits for the whole endpoint, nor what waits for an address that its network refuses."""
     await pair.begin(followed_by=False, follow=False)
     await pair.publish(10)
     await pair.expect_all()
-    pair.vehicle.streamer.endpoints["link"].transport.disconnect()
+    link = pair.vehicle.streamer.endpoints["link"].transport
+    if why == "away":
+        link.disconnect()
+    else:
+        link.network.refuse(link.address_of(SPEED, None))
     await pair.publish(10)
     await pair.vehicle.until(lambda: pair.vehicle.streamer.logs.durable.newest_seq == 20)
+    if why == "refused":
+        (pump,) = [one for one in pair.vehicle.streamer.pumps if one.peer.name == "link" and one.log.durable]
+        await pair.vehicle.until(lambda: bool(pump.address_holds) and pump.cursor == 20)
     await configured(pair.vehicle, renamed(pair.vehicle, followed_by="//hub/4/1/0"))
     caller = uris.parse("//hub/4/1/0")
     await pair.vehicle.streamer.handovers.asked(caller, HandOver(take=True, takes_held=True))
@@ -303,6 +312,7 @@ async def test_publishes_that_wait_for_one_endpoint_are_not_given_to_who_reads_b
     await configured(pair.vehicle, with_name(pair.vehicle, "tolink", followed_by=None))
     await pair.vehicle.stop()
     await cursors._adopt(path, "link", "tolink")
+    link.network.allow()
     await pair.vehicle.start()
     await pair.heard.expect(20)
 
