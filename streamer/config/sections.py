@@ -262,8 +262,8 @@ class EpochsSection(Section):
     lateness_ms: int = Field(default=0, ge=0, le=EPOCH_MS_MAX)
     """a bucket ends when there was a message whose id is later than its end by this much, and our clock is there"""
     ahead_ms: int = Field(default=5_000, ge=0, le=EPOCH_MS_MAX)
-    """a message whose id is further ahead of our clock opens no bucket. It joins the lowest open one, which says so, and
-    is counted"""
+    """a message whose id is further ahead of our clock opens no bucket. It joins the lowest open one, which says so,
+    and is counted"""
     timeout_ms: int = Field(default=10_000, ge=1, le=EPOCH_MS_MAX)
     """a bucket that has not ended so long after its first message ends as incomplete, and so does an epoch whose
     publisher says and sends nothing for so long. While nothing comes, readers of several gateways wait this long for
