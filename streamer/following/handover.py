@@ -237,9 +237,16 @@ class HandOvers:
             incarnation=pump.log.incarnation,
             seq=seq,
             in_memory=not pump.log.durable,
-            held=_held_topics(pump),
+            held=_held_topics(pump, self._before(whose, pump.log)),
             acknowledged=any(_rows_of(pump.log, whose).values()),
         )
+
+    def _before(self, whose: str, source: Log) -> int | None:
+        """Returns the seq up to which the follower has acknowledged what waits for it under former names of its
+        endpoint; None: it has no former name."""
+        former = _rows_of(source, whose).keys() - self._endpoints.keys()
+        seqs = [seq for name in former if (seq := source.cursors.seq(FOLLOWED_PREFIX + name)) is not None]
+        return min(seqs, default=None)
 
     def _follower_row(self, name: str) -> str:
         return f"{FOLLOWER_PREFIX}{name}:{uris.format(self._followed_by[name])}"
@@ -346,11 +353,12 @@ def _rows_of(source: Log, whose: str) -> dict[str, int]:
     return {_named(row): seq for row, seq in _rows(source).items() if row.split(":", 2)[2] == whose}
 
 
-def _held_topics(pump: Pump) -> list[HeldTopic]:
-    """Returns the topics that the follower must read from before its position; of too many, a pattern of all."""
+def _held_topics(pump: Pump, before: int | None) -> list[HeldTopic]:
+    """Returns the topics that the follower must read from before its position; of too many, a pattern of all. `before`:
+    the seq after which it must read all topics; None: none."""
     known = [
         (pump.log.stream(stream).source, after) for stream, after in pump.owed.items() if pump.log.knows_stream(stream)
     ]
-    if len(known) > HELD_TOPICS_MAX:
-        known = [(uris.ANY, min(after for _, after in known))]
+    if before is not None or len(known) > HELD_TOPICS_MAX:
+        known = [(uris.ANY, min([*(after for _, after in known), *([] if before is None else [before])]))]
     return [HeldTopic(topic=topic, after_seq=after) for topic, after in known]

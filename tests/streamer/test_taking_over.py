@@ -9,6 +9,7 @@ import pytest
 
 from history.file import writer
 from streamer.commands import cursors
+from streamer.config import FollowSection
 from streamer.operating.metrics import expose
 from tests.streamer.conftest import MakeWorld, World
 from tests.streamer.test_following import DOOR, SPEED, Pair, Publish, has_ended
@@ -278,6 +279,30 @@ async def test_what_waits_for_a_follower_is_not_lost_when_its_endpoint_gets_anot
     rows = pair.vehicle.streamer.logs.durable.cursors.seqs
     await pair.vehicle.until(lambda: not [one for one in rows() if one.split(":")[1] == "link"])
     await pair.expect_all()
+
+
+async def test_a_follower_that_had_read_nothing_before_its_endpoint_got_another_name_reads_all_of_it(
+    pair: Pair,
+) -> None:
+    """It has taken over, and was killed before it had a position."""
+    await pair.begin(follow=False)
+    await pair.publish(10)
+    await pair.expect_all()
+    take, caller = HandOver(take=True, takes_held=True), uris.parse("//hub/4/1/0")
+    assert [one.seq for one in await pair.vehicle.streamer.handovers.asked(caller, take)] == [10, 0]
+    await pair.publish(20)
+    await pair.vehicle.until(lambda: pair.vehicle.streamer.logs.durable.newest_seq == 30)
+    await configured(pair.vehicle, renamed(pair.vehicle))
+    await pair.publish(10)
+    await pair.vehicle.until(lambda: pair.vehicle.streamer.logs.durable.newest_seq == 40)
+    section = FollowSection(endpoint="link", service="//vehicle1/4/1/0")
+    await configured(pair.hub, pair.hub.config.model_copy(update={"follow": [section]}))
+    await pair.handed_over()
+    await pair.heard.expect(40)
+    texts = [int(text) for text in pair.heard.texts]
+    assert texts == [*range(10), *range(30, 40), *range(10, 30)], "the last ten were pushed under the new name"
+    await all_acknowledged(pair)
+    await pair.vehicle.until(lambda: not of_link(pair.vehicle))
 
 
 @pytest.mark.parametrize("why", ["away", "refused"])
