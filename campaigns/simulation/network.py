@@ -14,7 +14,7 @@ import contextvars
 import heapq
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary
@@ -75,6 +75,7 @@ class _Call:
     failed: bool = False  # some status will be a failure of the network
     lost: bool = False  # the connection was lost meanwhile: it is unknown whether the messages have arrived
     absent: set[str] = field(default_factory=set)  # see LocalNetwork.send
+    refused: set[str] = field(default_factory=set)  # addresses, by `refuse`
 
 
 @dataclass(eq=False, slots=True)
@@ -83,6 +84,7 @@ class _Calls:
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     running: set[_Call] = field(default_factory=set)
+    leaving: _Call = field(default_factory=_Call)  # or the one that left last
 
 
 class FaultyNetwork(LocalNetwork):
@@ -138,7 +140,8 @@ class FaultyNetwork(LocalNetwork):
 
     def refuse(self, address: str, sender: str = "") -> None:
         """From now on, messages from the authority `sender` ("": any) to `address` are answered PERMISSION_DENIED and
-        delivered to nobody. `address`: as LocalTransport.address_of makes it; `*` in it matches any text."""
+        delivered to nobody. `address`: as LocalTransport.address_of makes it; `*` in it matches any text. Far away,
+        it is refused after `allow`, too, until each refusal is answered: no message overtakes a refused one."""
         self._refused[address, sender] = re.compile(".*".join(map(re.escape, address.split("*"))))
 
     def allow(self, address: str | None = None, sender: str = "") -> None:
@@ -146,10 +149,11 @@ class FaultyNetwork(LocalNetwork):
         for rule in [one for one in self._refused if one[1] == sender and address in (None, one[0])]:
             del self._refused[rule]
 
-    def _refuses(self, address: str, sender: str) -> bool:
+    def _refuses(self, address: str, sender: LocalTransport) -> bool:
         return any(
-            of in ("", sender) and pattern.fullmatch(address) is not None for (_, of), pattern in self._refused.items()
-        )
+            of in ("", sender.authority) and pattern.fullmatch(address) is not None
+            for (_, of), pattern in self._refused.items()
+        ) or any(address in call.refused for call in self._running(sender))
 
     def inject(self, message: UMessage) -> None:
         """Deliver `message` unchecked, as if a misbehaving member had sent it."""
@@ -166,9 +170,12 @@ class FaultyNetwork(LocalNetwork):
     def _calls_of(self, member: LocalTransport) -> _Calls:
         return self._calls.setdefault(member, _Calls())
 
+    def _running(self, member: LocalTransport) -> Collection[_Call]:
+        return self._calls[member].running if member in self._calls else ()  # keeps no member that has left
+
     def lose(self, member: LocalTransport) -> None:
         super().lose(member)
-        for call in self._calls[member].running if member in self._calls else ():  # keeps no member that has left
+        for call in self._running(member):
             call.failed = call.lost = True
 
     async def send(
@@ -195,6 +202,7 @@ class FaultyNetwork(LocalNetwork):
                 if any(other.failed for other in calls.running):
                     return stopped([], len(messages), BEHIND)
                 self._drop(sender)
+                calls.leaving = call
                 statuses = await super().send(sender, messages, call.absent)
                 call.failed = call.failed or any(map(is_of_the_network, statuses))
             await asyncio.sleep(self.answer_s)
@@ -209,17 +217,18 @@ class FaultyNetwork(LocalNetwork):
             asyncio.get_running_loop().call_later(self.faults.away_ms / 1000, sender.reconnect)
 
     def is_heard(self, sender: LocalTransport, message: UMessage, address: str) -> bool:
-        if self._refuses(address, sender.authority):
+        if self._refuses(address, sender):
             return True  # `carry` refuses it, so it does not matter whether anybody listens
-        if sender in self._calls and any(address in call.absent for call in self._calls[sender].running):
+        if any(address in call.absent for call in self._running(sender)):
             return False
         return super().is_heard(sender, message, address)
 
     def carry(self, sender: LocalTransport, message: UMessage) -> UStatus:
-        if self._refused:
+        if self._refused or self._running(sender):
             attributes = message.attributes
             address = sender.address_of(attributes.source, attributes.sink if attributes.HasField("sink") else None)
-            if self._refuses(address, sender.authority):
+            if self._refuses(address, sender):
+                self._calls_of(sender).leaving.refused.add(address)
                 why = f"Not authorized: {sender.authority} may not send to {address} on this network"
                 return UStatus(code=UCode.PERMISSION_DENIED, message=why)
         return self.carry_allowed(sender, message)

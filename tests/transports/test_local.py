@@ -436,6 +436,30 @@ async def test_a_call_that_is_behind_an_unheard_one_does_not_overtake_it() -> No
         assert heard.payloads == [b"1", b"2"]
 
 
+async def test_what_leaves_before_a_refusal_is_answered_does_not_overtake_the_refused_message() -> None:
+    """In a network that is far away: the rule ends before the sender knows of it."""
+    network = FaultyNetwork()
+    network.answer_s = 0.01
+    alpha, beta = pair_on(network)
+    heard = Sink(10)
+
+    async def refused(*messages: UMessage) -> list[bool]:
+        return [status.code == UCode.PERMISSION_DENIED for status in await alpha.send_batch(messages)]
+
+    async with alpha, beta:
+        await beta.register_listener(topic(), heard)
+        network.refuse(address_of(topic()))
+        first = asyncio.create_task(refused(publish(b"1")))
+        await asyncio.sleep(0)
+        network.allow()
+        second = asyncio.create_task(refused(publish(b"2"), publish(b"other", topic(resource=0x8001))))
+        assert await first == [True]
+        assert await second == [True, False]
+        assert await refused(publish(b"1"), publish(b"2")) == [False, False]
+        await heard.expect(2)
+        assert heard.payloads == [b"1", b"2"]
+
+
 async def test_addresses_are_refused_by_pattern_and_by_sender() -> None:
     network = FaultyNetwork()
     alpha, beta = pair_on(network)
