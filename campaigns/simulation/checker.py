@@ -158,6 +158,7 @@ class Checker:
         self.reported_lost: Counter[str] = Counter()  # by machine: messages that a network has lost
         self.allowed_gaps = False
         self.was_unfollowed = False  # for a while, in which no cursor of a follower has held retention
+        self.clock_was_set_back = False  # by an hour or more
         # by machine: a range of seqs with records for a removed endpoint
         self.unclaimed: list[tuple[str, int, int]] = []
         self.newest: dict[str, int] = {}  # durable seq, by machine

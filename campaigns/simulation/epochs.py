@@ -301,13 +301,17 @@ class EpochsChecker:
                     self._fail("a frontier that goes back", f"{group.group}, seq {seq}: {back} is not after {lower}")
 
     def owed(self, reader: EpochReader) -> set[Epoch]:
-        """The epochs whose records all came while the reader lived."""
+        """The epochs whose records all came while the reader lived. After the clock was set back, buckets end only by
+        time-outs: later than a world waits, and a reader that begins meanwhile drops those that are not later than the
+        open ones."""
         found = set[Epoch]()
         if reader.machine != "V" and not self._world.machines[reader.machine].config["follow"]:
             return found
-        for epoch, records in self.truth.items():
-            is_new = all(seq > self.newest_healed.get(log, 0) for log, seq in records)
-            if is_new and self._of(reader, epoch):
+        healed, was_set_back = self.newest_healed, self._world.checker.clock_was_set_back
+        old = {epoch for epoch, records in self.truth.items() if any(seq <= healed.get(log, 0) for log, seq in records)}
+        dropped = max((one.time for one in old if one.group == "signals" and was_set_back), default=())  # and before
+        for epoch in self.truth.keys() - old:
+            if self._of(reader, epoch) and (epoch.group != "signals" or epoch.time > dropped):
                 found.add(epoch)
         return found - {one.epoch for one in reader.lives[-1] if one.epoch is not None} if reader.lives else found
 

@@ -403,6 +403,8 @@ class Plan:
         jump = self._dice.choice((-2 * HOUR_MS, -1_000, 1_000, HOUR_MS, 3 * HOUR_MS))
         self._world.note("clock", jump)
         self._world.offset_ms += jump
+        if jump <= -HOUR_MS:
+            self._world.checker.clock_was_set_back = True
 
     async def _long_absence(self) -> None:
         """The cloud is unreachable, or the vehicle's gateway is off, while the wall clock advances by hours or days."""

@@ -32,3 +32,17 @@ def test_what_comes_of_an_epoch_after_a_tear_is_not_held_against_who_had_it_befo
     epochs.truth[LAP] = {(LOG, 2): TOPIC}
     epochs._look_at(reader, reader.lives[0])
     assert [kind for kind, _ in failures] == ([] if is_torn else ["a part of an epoch"])
+
+
+@pytest.mark.parametrize("was_set_back", [True, False])
+def test_after_the_clock_was_set_back_a_bucket_is_owed_only_if_it_is_later_than_those_from_before(
+    was_set_back: bool,
+) -> None:
+    checker = SimpleNamespace(clock_was_set_back=was_set_back)
+    epochs = EpochsChecker(SimpleNamespace(checker=checker))
+    reader: Any = SimpleNamespace(machine="V", topics=[TOPIC], lives=[])
+    before, earlier, later = (Epoch("signals", (second,)) for second in (7, 5, 9))
+    for seq, epoch in enumerate([before, earlier, later, LAP], 1):
+        epochs.truth[epoch] = {(LOG, seq): TOPIC}
+    epochs.newest_healed = {LOG: 1}
+    assert epochs.owed(reader) == {later, LAP} | (set() if was_set_back else {earlier})
