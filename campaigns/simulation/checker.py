@@ -159,6 +159,7 @@ class Checker:
         self.allowed_gaps = False
         self.was_unfollowed = False  # for a while, in which no cursor of a follower has held retention
         self.clock_was_set_back = False  # by an hour or more
+        self.kept_ids_went_back = False  # their publisher has started since then
         # by machine: a range of seqs with records for a removed endpoint
         self.unclaimed: list[tuple[str, int, int]] = []
         self.newest: dict[str, int] = {}  # durable seq, by machine
@@ -248,6 +249,8 @@ class Checker:
         last = self._last.get((hearer, sent.stream), 0)
         if sent.number < last and id in self._refused_alone:
             last = 0  # later ones were accepted all the same: sending resumes from this one
+        elif sent.is_kept and self.kept_ids_went_back:
+            pass  # until its history answers, followers store its plain copies, ahead of records that they have to read
         elif sent.number < last and hearer in sent.promised and not sent.lost and id not in self._maybe_dead:
             # (dead letters, messages from before the subscription and those that waited when it was ended may still
             # arrive when an endpoint has its name again; one that a network has lost is sent again after a kill)

@@ -287,6 +287,7 @@ class KeeperProcess(MachineProcess):
 
     def _tap_kept(self, log: Log) -> None:
         checker, is_followed = self.machine.world.checker, self.machine.world.keeper_is_followed
+        checker.kept_ids_went_back = checker.clock_was_set_back
 
         def on_append(messages: Sequence[Any]) -> Callable[[], None]:
             sents = [checker.publishes(decoded(message), is_kept=is_followed()) for message in messages]

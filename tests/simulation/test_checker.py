@@ -40,9 +40,10 @@ def machine(*records: Any) -> Any:
     return SimpleNamespace(name="V", records=list(records))
 
 
-def published(checker: Checker, text: str) -> Sent:
+def published(checker: Checker, text: str, *, is_kept: bool = False) -> Sent:
     checker.world.loop.now += 1.0
-    sent = checker.publishes(UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(text.encode(), 5)))
+    message = UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(text.encode(), 5))
+    sent = checker.publishes(message, is_kept=is_kept)
     sent.acknowledged()
     return sent
 
@@ -57,6 +58,18 @@ def test_messages_out_of_order_are_reported(checker: Checker) -> None:
     checker.heard("L", second.message)
     checker.heard("L", first.message)
     assert [kind for kind, _ in checker.violations] == ["reordered"]
+
+
+@pytest.mark.parametrize(("is_kept", "went_back"), [(True, True), (True, False), (False, True)])
+def test_a_plain_copy_may_overtake_kept_records_once_ids_went_back(
+    checker: Checker, is_kept: bool, went_back: bool
+) -> None:
+    subscribed(checker)
+    checker.kept_ids_went_back = went_back
+    record, copy = published(checker, "1", is_kept=is_kept), published(checker, "2", is_kept=is_kept)
+    checker.heard("L", copy.message)
+    checker.heard("L", record.message)
+    assert [kind for kind, _ in checker.violations] == ([] if is_kept and went_back else ["reordered"])
 
 
 def test_what_waited_when_its_subscription_was_ended_may_come_late(checker: Checker) -> None:
