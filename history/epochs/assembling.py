@@ -365,7 +365,7 @@ class Assembler:
         incomplete = why or pending.incomplete or reported or late or group.why_missed(time) or missed
         group.note_delivered(time, pending.records)
         group.finished.add(time)
-        group.redelivered.discard(time)
+        group.redelivered.pop(time, None)
         self.counts["epochs" if pending.incomplete != REST else "rest"] += 1
         self.counts["incomplete"] += bool(incomplete)
         return Assembled(Epoch(key[0], time), pending.records, incomplete, key[1], group.reported_frontiers.keepers)

@@ -407,7 +407,9 @@ class GroupState:
     unknown_since: float | None = None  # loop time; records have come, and no frontier
     known: set[bytes] = field(default_factory=set)  # logs that had reported a frontier before a restart
     finished: Spans = field(default_factory=Spans)  # delivered epochs: further records of them are the rest
-    redelivered: set[Time] = field(default_factory=set)  # exceptions from `finished`: not taken before a restart
+    # Epochs of `open` that were not delivered again yet, and why they were incomplete. They are exceptions from
+    # `finished`, unless the reason is REST.
+    redelivered: dict[Time, str] = field(default_factory=dict)
     reported: dict[Time, None] = field(default_factory=dict)  # newest epochs of which only the loss is reported
     length: int = 0  # of its times
 
@@ -498,7 +500,7 @@ class GroupState:
         yield from (span.by for span in self.missed)
 
     def is_rest(self, time: Time) -> bool:
-        return time not in self.redelivered and time in self.finished
+        return time in self.finished and self.redelivered.get(time, REST) == REST
 
     def note_delivered(self, time: Time, records: Iterable[Record]) -> None:
         """Note that these records must not be delivered again."""
@@ -551,18 +553,16 @@ class GroupState:
 
     def save(self, safe: Positions, in_hand: Mapping[Time, str]) -> dict[str, Any]:
         """Returns data for `restore`. `in_hand`: epochs delivered and not taken, and why they are incomplete."""
-        open = {time: one.incomplete for time, one in self.pending.items()} | dict(in_hand)
+        delivered = {time: last for time, last in sorted(self.delivered.items()) if not _is_before(last, safe)}
+        open = {time: why for time, why in self.redelivered.items() if is_covered(delivered, time)}
+        open |= {time: one.incomplete for time, one in self.pending.items()} | dict(in_hand)
         return {
             "filter": sorted(self.filter),
             "suspect": sorted(self.suspect),
             "started": sorted(self.started),
             "floors": [[log.hex(), sorted(floor)] for log, floor in sorted(self.floors.items())],
             "logs": sorted(log.hex() for log in self.reported_frontiers.parts),
-            "delivered": [
-                [time, {log.hex(): seq for log, seq in last.items()}]
-                for time, last in sorted(self.delivered.items())
-                if not _is_before(last, safe)
-            ],
+            "delivered": [[time, {log.hex(): seq for log, seq in last.items()}] for time, last in delivered.items()],
             "open": sorted(open),
             "rest": sorted(time for time, why in open.items() if why == REST),
             "finished": self.finished.spans,
@@ -581,7 +581,8 @@ class GroupState:
             for time, last in saved["delivered"]
         }
         self.open = set(map(restored_time, saved["open"]))
-        self.redelivered = self.open.difference(map(restored_time, saved["rest"]))
+        rest = set(map(restored_time, saved["rest"]))
+        self.redelivered = {time: REST if time in rest else "" for time in self.open}
         self.finished = Spans((restored_time(first), restored_time(last)) for first, last in saved["finished"])
         self.reported = dict.fromkeys(map(restored_time, saved["reported"]))
         ends = itertools.chain.from_iterable(self.finished.spans)

@@ -889,9 +889,10 @@ def _opened(payload: bytes) -> bytes:
     return frontier.SerializeToString()
 
 
-def reborn(reader: Assembler, source: FakeLog, held: Sequence[Assembled] = ()) -> Assembler:
-    """Returns a restarted assembler, with its state saved when all of `source` was read and `held` not taken."""
-    positions = reader.safe({source.log: source.seq}, held)
+def reborn(reader: Assembler, source: FakeLog, held: Sequence[Assembled] = (), seq: int = 0) -> Assembler:
+    """Returns a restarted assembler, with its state saved when all of `source`, or up to `seq`, was read and `held` not
+    taken."""
+    positions = reader.safe({source.log: seq or source.seq}, held)
     saved = json.loads(json.dumps(reader.save(positions, held)))
     again = Assembler(timeout_s=10)
     again.restore(saved)
@@ -932,6 +933,37 @@ def test_what_was_handed_over_and_not_taken_is_no_rest_after_a_restart() -> None
     again = reborn(reader, source, held=held[1:])
     again.begin([snapshot], 0.0)
     assert times(again.take(came, 0.0)) == [(second, "") for second in seconds[1:]]
+
+
+def test_what_was_not_taken_comes_after_a_second_restart_that_comes_before_it_was_read_again() -> None:
+    source, reader = FakeLog(), Assembler()
+    snapshot = source.frontier([(0,)], [], 9)
+    reader.begin([snapshot], 0.0)
+    came = [source.data((1,)), source.frontier([(2,)], []), source.data((2,)), source.frontier([(3,)], [])]
+    held = reader.take(came, 0.0)
+    reader = reborn(reader, source, held=held)
+    reader.begin([snapshot], 0.0)
+    assert times(reader.take(came[:2], 0.0)) == [((1,), "")]
+    reader = reborn(reader, source, seq=came[1].seq)
+    reader.begin([came[1]], 0.0)
+    assert times(reader.take(came[2:], 0.0)) == [((2,), "")]
+    reader = reborn(reader, source)
+    assert reader.save({source.log: source.seq})["groups"][0]["open"] == [], "it was read again, and taken"
+
+
+def test_a_rest_that_was_not_taken_comes_after_a_second_restart_that_comes_before_it_was_read_again() -> None:
+    source, reader = FakeLog(), Assembler()
+    reader.begin([source.frontier([(0,)], [], 9)], 0.0)
+    assert times(reader.take([source.data((1,)), source.frontier([(2,)], [])], 0.0)) == [((1,), "")]
+    snapshot = source.frontier([(2,)], [])
+    came = [source.frontier([(2,)], []), source.data((1,)), source.frontier([(3,)], [])]
+    held = reader.take(came, 0.0)
+    reader = reborn(reader, source, held=held)
+    reader.begin([snapshot], 0.0)
+    assert reader.take(came[:1], 0.0) == []
+    reader = reborn(reader, source, seq=came[0].seq)
+    reader.begin([snapshot], 0.0)
+    assert times(reader.take(came[1:], 0.0)) == times(held) == [((1,), REST)]
 
 
 def test_what_waits_for_nothing_does_not_come_again_because_something_else_waited() -> None:
