@@ -324,7 +324,8 @@ class Assembler:
             return []
         pending = group.pending.get(time)
         if pending is None:
-            pending = group.pending[time] = PendingEpoch(incomplete=REST if group.is_rest(time) else "")
+            reason = REST if group.is_rest(time) else group.redelivered.get(time, "")
+            pending = group.pending[time] = PendingEpoch(incomplete=reason)
             self._expect(group)
         pending.incomplete = pending.incomplete or begun
         bytes = len(record.message.payload) + RECORD_BYTES

@@ -565,6 +565,7 @@ class GroupState:
             "delivered": [[time, {log.hex(): seq for log, seq in last.items()}] for time, last in delivered.items()],
             "open": sorted(open),
             "rest": sorted(time for time, why in open.items() if why == REST),
+            "reasons": sorted((time, why) for time, why in open.items() if why not in ("", REST)),
             "finished": self.finished.spans,
             "reported": list(self.reported),
         }
@@ -581,8 +582,9 @@ class GroupState:
             for time, last in saved["delivered"]
         }
         self.open = set(map(restored_time, saved["open"]))
-        rest = set(map(restored_time, saved["rest"]))
-        self.redelivered = {time: REST if time in rest else "" for time in self.open}
+        reasons = {restored_time(time): str(why) for time, why in saved.get("reasons", ())}
+        reasons |= dict.fromkeys(map(restored_time, saved["rest"]), REST)
+        self.redelivered = {time: reasons.get(time, "") for time in self.open}
         self.finished = Spans((restored_time(first), restored_time(last)) for first, last in saved["finished"])
         self.reported = dict.fromkeys(map(restored_time, saved["reported"]))
         ends = itertools.chain.from_iterable(self.finished.spans)

@@ -17,7 +17,7 @@ from history.epochs.keeper import Keeper
 from history.epochs.merging import MISSED_EACH_MAX, REST
 from history.log.log import Log
 from history.reading.acceptor import Record
-from tests.history.test_epochs import DICE, LOG, OTHER_LOG, SECOND, FakeLog, arrived, at, times
+from tests.history.test_epochs import DICE, LOG, OTHER_LOG, SECOND, FakeLog, arrived, at, reborn, times
 from tests.history.test_epochs_whole import FRONTIERS, SIGNALS, START_MS, inline, message
 from tests.history.world import virtually
 from uprotocol import uri as uris
@@ -375,6 +375,27 @@ def test_missed_buckets_that_are_not_over_are_read_again_after_a_restart() -> No
     assert [time for time, _ in times(reader.take([missed, source.frontier([(9,)], [])], 0.0))] == [(3,), (4,)]
     reader, seq = restarted(reader, source)
     assert seq == source.seq
+
+
+@pytest.mark.parametrize("why", ["away", "late", MISSED])
+def test_why_an_epoch_is_incomplete_that_was_not_taken_is_known_after_restarts(why: str) -> None:
+    """The records that say so are before its first record, and are not read again."""
+    source, reader = SourceLog(), Assembler(timeout_s=10)
+    begin = source.frontier([(1,)], [(2,)] if why == MISSED else [], 9)
+    reports = {"away": source.missed((1,), 2, 2), "late": source.late((1,), 2), MISSED: begin}
+    reader.begin([source.frontier([(1,)], [], 9)], 0.0)
+    reader.take([reports[why]], 0.0)
+    if why == MISSED:
+        reader.lose()
+        reader.begin([begin], 0.0)
+    came = [source.frontier([(1,)], []), source.data((2,)), source.frontier([(3,)], [])]
+    held = [one for one in reader.take(came, 0.0) if one.records]
+    assert times(held) == [((2,), why)]
+    reader = reborn(reader, source, held)
+    reader.begin([came[0]], 0.0)
+    reader = reborn(reader, source, seq=came[0].seq)
+    reader.begin([came[0]], 0.0)
+    assert times(reader.take(came[1:], 0.0)) == [((2,), why)]
 
 
 def test_of_a_long_absence_some_buckets_and_the_last_one_are_reported() -> None:
