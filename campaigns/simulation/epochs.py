@@ -11,6 +11,7 @@ merges both. A bucket is complete if it has the records whose ids are in it, and
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import defaultdict
 from collections.abc import Sequence, Set
@@ -20,7 +21,7 @@ from typing import Any, Final
 from campaigns.simulation.apps import RETRY_S, Publisher
 from history.epochs.assembling import Assembled, Assembler
 from history.epochs.frontier import Epoch, Time, is_ahead, precedes
-from history.epochs.merging import REST
+from history.epochs.merging import MISSED_EACH_MAX, REST
 from history.log.log import Log
 from history.reading.acceptor import Record
 from history.reading.client import Frames, HistoryClient
@@ -45,7 +46,7 @@ HUB_SIGNALS: Final = "//hub/8009/1/8001"  # of a publisher with pauses, whose id
 AHEAD_MS: Final = (0, 0, 800, 3_000, 4_500)  # less than `ahead_ms`, which is 5 s
 OLD_SHARE: Final = 0.8  # of `timeout_ms`: ids of HUB_SIGNALS are up to so old
 READY_MS: Final = 200  # a gateway listens up to so long before it is ready
-MISSED_EACH_MAX: Final = 100  # buckets of an absence that are looked for
+LOOKED_FOR_MAX: Final = 100  # buckets of an absence that are looked for
 LAPS: Final = ("//vin1/8006/1/8001", "//vin1/8006/1/8002")
 PROGRESS: Final = "//vin1/4/1/4"
 KEEPERS: Final = {"vin1": "V", "hub": "C"}
@@ -223,6 +224,7 @@ class EpochsChecker:
         self.newest_healed: dict[bytes, int] = {}  # later records must reach every reader
         self.published: dict[Epoch, set[Position]] = defaultdict(set)  # buckets by the ids of their records
         self._sources: dict[Position, UUri] = {}  # of these records
+        self._missed: list[range] = []  # spans of buckets that V has reported as missed
         self.width_ms = 0  # of the buckets
         self.logs_of: dict[str, set[bytes]] = {}  # of each gateway
         self.fast: Publisher | None = None
@@ -242,6 +244,7 @@ class EpochsChecker:
         """Learn what the logs of all keepers have, from the records that were appended there first."""
         self.truth.clear()
         self.published.clear()
+        self._missed.clear()
         for log in logs:
             after, frontiers_read = 0, list[tuple[int, UMessage]]()
             while chunks := await log.read(after):
@@ -258,6 +261,8 @@ class EpochsChecker:
                         elif is_frontiers(message.attributes.source):
                             frontiers_read.append((seq, message))
                 after = chunks[-1].last_seq
+            if log.incarnation in self.logs_of["V"]:
+                self._note_missed(frontiers_read)
             if not self._is_torn:
                 self._look_at_frontiers(frontiers_read)
 
@@ -267,6 +272,12 @@ class EpochsChecker:
             self._sources[place] = message.attributes.source
             bucket = uuids.time_ms(message.attributes.id) // self.width_ms * self.width_ms
             self.published[Epoch("signals", (min(bucket, epoch.time[0]),))].add(place)
+
+    def _note_missed(self, frontiers_read: Sequence[tuple[int, UMessage]]) -> None:
+        groups = (group for _, message in frontiers_read for group in Frontier.FromString(message.payload).groups)
+        for missed in (one for group in groups if group.group == "signals" for one in group.missed):
+            (first,), (last,) = missed.first.numbers, missed.last.numbers
+            self._missed.append(range(first, last + 1, missed.width_ms))
 
     def watch(self) -> None:
         """Called all the time: is a publisher whose clock is ahead reported?"""
@@ -357,15 +368,22 @@ class EpochsChecker:
             if not one.is_complete or not self._unknown(one) & self.logs_of["V"]:
                 had[one.epoch] = had.get(one.epoch, "") or one.incomplete
         begins = [epoch.time[0] for epoch in had if epoch.group == "signals"]
+        oldest = min(begins, default=math.inf) if self._reads_all(reader) else math.inf  # later ones are owed to it
         for down_ms, up_ms in self._world.machines["V"].absences():
             first, last = (ms // self.width_ms * self.width_ms for ms in (down_ms, up_ms - READY_MS))
-            for begin in range(first, last + 1, self.width_ms)[:MISSED_EACH_MAX]:
+            for begin in range(first, last + 1, self.width_ms)[:LOOKED_FOR_MAX]:
                 epoch = Epoch("signals", (begin,))
                 if had.get(epoch, "incomplete") == "":
                     what = f"{reader.name}: {epoch}, and its gateway did not run from {down_ms} to {up_ms}"
                     self._fail("a missed bucket as whole", what)
-                elif epoch not in had and self._reads_all(reader) and begin > min(begins, default=begin):
+                elif epoch not in had and begin > oldest and not self._is_beyond(begin):
                     self._fail("a missed bucket is not reported", f"{reader.name}: {epoch} of {down_ms} to {up_ms}")
+
+    def _is_beyond(self, begin: int) -> bool:
+        """Returns whether no reader hears of this missed bucket: of a span it hears of MISSED_EACH_MAX, the first ones
+        and the last one. A span is longer than the absence if the clock was set after the last report before it."""
+        spans = [one for one in self._missed if begin in one]
+        return bool(spans) and all(MISSED_EACH_MAX - 2 < one.index(begin) < len(one) - 1 for one in spans)
 
     def _reads_all(self, reader: EpochReader) -> bool:
         has_signals = uris.parse(SIGNALS[0]) in reader.topics
