@@ -277,7 +277,7 @@ def _quiet_holds_nothing() -> Patches:
 
 
 def _joins_anywhere() -> Patches:
-    from history.epochs import assembling, merging
+    from history.epochs import merging
     from history.epochs.merging import GroupState
 
     passed_unread = merging.passed_unread
@@ -288,7 +288,6 @@ def _joins_anywhere() -> Patches:
     return [
         (GroupState, "joined", lambda self, log, time: False),
         (merging, "passed_unread", of_one_keeper),
-        (assembling, "passed_unread", of_one_keeper),
     ]
 
 
