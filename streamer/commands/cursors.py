@@ -262,8 +262,9 @@ async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False, 
         both = leaves if heir is None else leaves.earliest(heir)
         followers = {name: one for name, one in rows.items() if name.startswith(FOLLOWED_PREFIX)}
         acknowledged = [one for name in (old, new) if (one := followers.get(FOLLOWED_PREFIX + name)) is not None]
-        if FOLLOWED_PREFIX + new in followers and FOLLOWED_PREFIX + old not in followers:
-            await _require_no_publishes(log, old, new)
+        for pushed, followed in ((old, new), (new, old)):
+            if FOLLOWED_PREFIX + followed in followers and FOLLOWED_PREFIX + pushed not in followers:
+                await _require_no_publishes(log, pushed, followed, new)
         own = [rows[CURSOR_PREFIX + name].seq for name in (old, new) if CURSOR_PREFIX + name in rows]
         for name in rows:
             if endpoint_of(name) in (old, new) and not name.startswith(SKIPPED_PREFIX):
@@ -316,9 +317,10 @@ class Place:
         return Place(min(self.seq, other.seq), both(self.parked, other.parked), both(self.held, other.held))
 
 
-async def _require_no_publishes(log: Log, old: str, new: str) -> None:
-    """Raises FAILED_PRECONDITION if publishes wait for `old`, since who follows behind `new` would never read them."""
-    waiting, newest = Waiting(old, log.cursors.seqs()), log.newest_seq
+async def _require_no_publishes(log: Log, pushed: str, followed: str, new: str) -> None:
+    """Raises FAILED_PRECONDITION if publishes wait for endpoint `pushed`, since who follows behind `followed` would
+    never read them. `new` is the one of both that is configured."""
+    waiting, newest = Waiting(pushed, log.cursors.seqs()), log.newest_seq
 
     def after(stream: int) -> int | None:  # any publish may wait for a held address
         return min(waiting.after_in(log, stream), waiting.held) if is_publish(log.stream(stream)) else None
@@ -326,8 +328,10 @@ async def _require_no_publishes(log: Log, old: str, new: str) -> None:
     first = min(waiting.first, waiting.held, newest)
     if records := (await skipping.count(log, first, newest, after)).records:
         count = f"{records} publishes wait" if waiting.held == SEQ_MAX else f"up to {records} publishes wait"
-        what = f"{count} for {old!r}, and who is behind {new!r} follows our history: it reads by itself"
+        what = f"{count} for {pushed!r}, and who is behind {followed!r} follows our history: it reads by itself"
         how = f"take followed_by from {new!r}, start and stop the streamer, adopt them, and give followed_by back once"
+        if pushed == new:
+            how = f"take followed_by from {new!r}, start the streamer, and adopt and give followed_by back once"
         raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}, and from where it is. {how} they have left")
 
 

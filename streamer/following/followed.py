@@ -366,7 +366,8 @@ class Followed:
         was_followed = bool(reader_state.positions)
         stored = FollowedPlaces.FromString(self._log.followed.position(self.key) or b"")
         self._pushed = PushedBefore(self._log, stored.pushed_after)
-        for position in await following.commands.hand_over(HandOver(take=True, takes_held=True)):
+        asked = HandOver(take=True, takes_held=True, positions=reader_state.request())
+        for position in await following.commands.hand_over(asked):
             known = reader_state.positions.get(position.incarnation)
             if known is None:  # we begin; but of a new log of a history that we follow, all is new
                 known = min([position.seq, *(one.after_seq for one in position.held)])

@@ -187,7 +187,7 @@ class HandOvers:
         which = asked.WhichOneof("do")
         async with self._turn:
             if which == "take" and asked.take:
-                return await self._take_confirmed(name, takes_held=asked.takes_held)
+                return await self._take_confirmed(name, seqs_of(asked.positions), takes_held=asked.takes_held)
             if which == "end" and asked.end:
                 return await self._end(name, seqs_of(asked.positions))
         raise invalid("a hand-over takes or ends")
@@ -199,9 +199,9 @@ class HandOvers:
         what = "no endpoint here names it as followed_by: publishes are pushed as before"
         raise UStatusError(UCode.PERMISSION_DENIED, f"{uris.format(caller)} takes nothing over: {what}")
 
-    async def _take_confirmed(self, name: str, *, takes_held: bool) -> list[Position]:
+    async def _take_confirmed(self, name: str, read: Mapping[bytes, int], *, takes_held: bool) -> list[Position]:
         try:
-            positions = await self._take(name, takes_held=takes_held)
+            positions = await self._take(name, read, takes_held=takes_held)
         except UStatusError as error:
             if self.refusals.get(name) != error.message:
                 log.warning("publishes are still pushed", endpoint=name, why=error.message)
@@ -210,13 +210,18 @@ class HandOvers:
         self.refusals.pop(name, None)
         return positions
 
-    async def _take(self, name: str, *, takes_held: bool) -> list[Position]:
+    async def _take(self, name: str, read: Mapping[bytes, int], *, takes_held: bool) -> list[Position]:
+        """`read`: the positions from which the follower reads on, by log."""
         if name not in self._taken and (pauses := self._paused.toward(self._endpoints[name])):
             what = f"{pauses[0].topic} is paused toward {pauses[0].peer!r}: nothing can be handed over before that ends"
             raise UStatusError(UCode.UNAVAILABLE, what)
         if not takes_held and any(pump.holding.has_publishes for pump in self._pumps[name]):
             what = f"topics wait for endpoint {name!r}, and this follower does not read what is held (takes_held)"
             raise UStatusError(UCode.UNAVAILABLE, f"{what}: nothing can be handed over before they have left")
+        for pump in self._pumps[name]:
+            if not pump.plans.is_followed and _waits_after(pump) < read.get(pump.log.incarnation, 0):
+                what = f"publishes wait for endpoint {name!r} from before the position of this follower"
+                raise UStatusError(UCode.UNAVAILABLE, f"{what}: nothing can be handed over before they have left")
         for pump in self._pumps[name]:
             if not pump.plans.is_followed:
                 self._hold(name, pump.log, await pump.between_batches(pump.holding.stop_publishes))
@@ -237,11 +242,11 @@ class HandOvers:
             incarnation=pump.log.incarnation,
             seq=seq,
             in_memory=not pump.log.durable,
-            held=_held_topics(pump, self._before(whose, pump.log)),
+            held=_held_topics(pump, self._acknowledged_before(whose, pump.log)),
             acknowledged=any(_rows_of(pump.log, whose).values()),
         )
 
-    def _before(self, whose: str, source: Log) -> int | None:
+    def _acknowledged_before(self, whose: str, source: Log) -> int | None:
         """Returns the seq up to which the follower has acknowledged what waits for it under former names of its
         endpoint; None: it has no former name."""
         former = _rows_of(source, whose).keys() - self._endpoints.keys()
@@ -351,6 +356,13 @@ def _named(row: str) -> str:
 def _rows_of(source: Log, whose: str) -> dict[str, int]:
     """Returns whether the service `whose` has acknowledged something, by the endpoint behind which it follows."""
     return {_named(row): seq for row, seq in _rows(source).items() if row.split(":", 2)[2] == whose}
+
+
+def _waits_after(pump: Pump) -> int:
+    """Returns the seq after which the first publish that waits may be."""
+    topics, addresses = pump.topic_holds.values(), pump.address_holds.values()
+    held = [*(one.after for one in topics), *(one.after for one in addresses)]
+    return min([pump.cursor, *pump.owed.values(), *held])
 
 
 def _held_topics(pump: Pump, before: int | None) -> list[HeldTopic]:

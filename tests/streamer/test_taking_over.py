@@ -342,6 +342,42 @@ async def test_publishes_that_wait_for_one_endpoint_are_not_given_to_who_reads_b
     await pair.heard.expect(20)
 
 
+@pytest.mark.parametrize("adopts", [False, True])
+async def test_what_waits_for_an_endpoint_leaves_before_a_follower_that_has_read_past_it_takes_over(
+    pair: Pair, adopts: bool
+) -> None:
+    """Records wait for `link`; under another name the same gateway follows, from later ones on. It gets `link` back."""
+    await pair.begin(followed_by=False, follow=False)
+    await pair.publish(10)
+    await pair.expect_all()
+    pair.vehicle.streamer.endpoints["link"].transport.disconnect()
+    await pair.publish(10)
+    await pair.vehicle.until(lambda: pair.vehicle.streamer.logs.durable.newest_seq == 20)
+    before = pair.vehicle.config
+    section = FollowSection(endpoint="link", service="//vehicle1/4/1/0")
+    await configured(pair.hub, pair.hub.config.model_copy(update={"follow": [section]}))
+    await configured(pair.vehicle, renamed(pair.vehicle, followed_by="//hub/4/1/0"))
+    await pair.handed_over()
+    await pair.publish(10)
+    await pair.heard.expect(20)
+    await all_acknowledged(pair)
+    if adopts:
+        await pair.vehicle.stop()
+        path = before.streamer.data_dir / "history.db"
+        with pytest.raises(UStatusError, match="20 publishes wait for 'link', and who is behind 'tolink' follows"):
+            await cursors._adopt(path, "tolink", "link", out_of_order=True)
+    pair.vehicle.config = before
+    tolink = pair.vehicle.streamer.endpoints["tolink"].transport
+    tolink.network.refuse(tolink.address_of(SPEED, None))
+    await configured(pair.vehicle, with_name(pair.vehicle, "link", followed_by="//hub/4/1/0"))
+    await pair.vehicle.until(lambda: "before the position" in pair.vehicle.streamer.handovers.refusals.get("link", ""))
+    tolink.network.allow()
+    await pair.handed_over()
+    await pair.heard.expect(30)
+    texts = [int(text) for text in pair.heard.texts]
+    assert texts == [*range(10), *range(20, 30), *range(10, 20)], "ten waited for `link`"
+
+
 def with_name(world: World, name: str, **changes: Any) -> Any:
     endpoints = [one.model_copy(update=changes) if one.name == name else one for one in world.config.endpoint]
     return world.config.model_copy(update={"endpoint": endpoints})

@@ -1493,7 +1493,9 @@ class HandOver(_message.Message):
     """Of `take`: the follower reads `Position.held`. Without it UNAVAILABLE while there is something held."""
     @_builtins.property
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]:
-        """of `end`: all up to here is safe with the follower"""
+        """Of `end`: all up to here is safe with the follower. Of `take`: it reads on from here; UNAVAILABLE while publishes from
+        before wait for its endpoint.
+        """
 
     def __init__(
         self,
