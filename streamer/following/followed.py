@@ -553,7 +553,7 @@ class Followed:
             try:
                 had = await pushed.had(here)
             except BaseException:
-                self._sorting.forget(here)
+                self._sorting.forget(to for _, to in found if isinstance(to, Sorted))
                 raise
         shares: dict[Log, list[Sorted]] = {}
         parts: dict[uris.Key, UUri] = {}  # topics of which our log has a record outside of its epoch

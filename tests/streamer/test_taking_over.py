@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from history.file import writer
 from streamer.commands import cursors
 from streamer.config import FollowSection
+from streamer.following.pushed import PushedBefore, Sorted
 from streamer.operating.metrics import expose
 from tests.streamer.conftest import MakeWorld, World
 from tests.streamer.test_following import DOOR, SPEED, Pair, Publish, has_ended
@@ -125,6 +127,36 @@ async def test_pushed_copies_are_recognised_after_a_restart_with_a_small_window(
     await have_both(pair, NAMED, SPEED, DOOR)
     assert len(pair.heard.texts) == 105
     assert pair.followed.counts["pushed_before"] == 100
+
+
+async def test_what_is_read_while_our_log_cannot_say_what_was_pushed_comes_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also records of the same answer that came after the hand-over."""
+    await pair.begin(topics=TOPICS, vehicle_more=RECORDED)
+    await pair.handed_over()
+    before = pair.hub.config
+    await not_followed(pair, "follower")
+    await pair.publish(10, SPEED)
+    await pair.heard.expect(10)
+    had, failures, is_full = PushedBefore.had, list[int](), [True]
+
+    async def full(self: PushedBefore, sorted: Sequence[Sorted]) -> frozenset[tuple[int, bytes]]:
+        if is_full[0]:
+            failures.append(len(sorted))
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, "the disk is full")
+        return await had(self, sorted)
+
+    monkeypatch.setattr(PushedBefore, "had", full)
+    await configured(pair.hub, before)
+    await pair.hub.until(lambda: bool(failures))
+    await pair.publish(10, NAMED)
+    await pair.publish(10, SPEED)
+    read = len(failures)
+    await pair.hub.until(lambda: len(failures) >= read + 2)
+    is_full[0] = False
+    await have_both(pair, NAMED, SPEED)
+    await pair.heard.expect(20)
 
 
 async def test_a_push_that_the_network_has_lost_is_read(pair: Pair) -> None:
