@@ -159,7 +159,8 @@ class Assembler:
             self._groups[key].doubt_passed(frontiers)
         self._is_suspect = False
         for group in self._groups.values():
-            group.known.clear()
+            if group.reported_frontiers.parts:  # else its frontiers are in a gap, and the next ones may show more
+                group.known.clear()
 
     def lose(self, damaged: Collection[bytes] = ()) -> None:
         """Note a gap, whose records may belong to any epoch that is not over. `damaged`: logs that may have gone back,
@@ -198,7 +199,8 @@ class Assembler:
             before = part.active - set(map(time_of, reported.opened))
             if known is None and (reported.number != 1 or group.reported_frontiers.parts):
                 # the first one read of this log, so it is the snapshot
-                open, is_running = before if reported.number != 1 else (), bool(group.reported_frontiers.parts)
+                open = before if reported.number != 1 else ()
+                is_running = bool(group.known or group.reported_frontiers.parts)
                 group.begin_log(log, part.keeper, reported, open, is_running=is_running)
             elif known is not None and record.origin is not None and reported.number > known.number + 1:
                 # A gateway on the way was not sent some of it. In the keeper's own log a missing number is that of a
@@ -208,6 +210,7 @@ class Assembler:
                 # The log went back. How the open epochs ended may be in the part that it has lost.
                 group.suspect = raised(group.suspect, before | known.active)
             self._merge(group, reported, log, part)
+            group.known.clear()
             group.note_missed(reported, record)
             for late in reported.late:
                 yield from self._came_late(key, group, time_of(late.time), late.incomplete, record)
@@ -315,7 +318,7 @@ class Assembler:
             # no frontier has come for so long that none is expected
             group.unknown_since = now if group.unknown_since is None else group.unknown_since
             is_unreported = now - group.unknown_since >= self._timeout_s
-        begun = BEGUN if part is None or is_covered(group.filter, time) else ""
+        begun = BEGUN if (part is None and not group.known) or is_covered(group.filter, time) else ""
         if is_unreported and not is_covered(group.filter, time):
             begun = UNREPORTED
         elif begun and (self._filter == "atomic" or is_covered(self._beyond.get(epoch.group, NOTHING), time)):
@@ -366,7 +369,6 @@ class Assembler:
         incomplete = why or pending.incomplete or reported or late or group.why_missed(time) or missed
         group.note_delivered(time, pending.records)
         group.finished.add(time)
-        group.redelivered.pop(time, None)
         self.counts["epochs" if pending.incomplete != REST else "rest"] += 1
         self.counts["incomplete"] += bool(incomplete)
         return Assembled(Epoch(key[0], time), pending.records, incomplete, key[1], group.reported_frontiers.keepers)

@@ -405,7 +405,8 @@ class GroupState:
     delivered: dict[Time, Positions] = field(default_factory=dict)
     open: set[Time] = field(default_factory=set)  # exceptions from `delivered`: epochs whose rest waited at a restart
     unknown_since: float | None = None  # loop time; records have come, and no frontier
-    known: set[bytes] = field(default_factory=set)  # logs that had reported a frontier before a restart
+    # Logs that had reported a frontier before a restart, until one of the group reports again
+    known: set[bytes] = field(default_factory=set)
     finished: Spans = field(default_factory=Spans)  # delivered epochs: further records of them are the rest
     # Epochs of `open` that were not delivered again yet, and why they were incomplete. They are exceptions from
     # `finished`, unless the reason is REST.
@@ -504,6 +505,7 @@ class GroupState:
 
     def note_delivered(self, time: Time, records: Iterable[Record]) -> None:
         """Note that these records must not be delivered again."""
+        self.redelivered.pop(time, None)
         last: Positions = {}
         for record in records:
             last[record.incarnation] = max(record.seq, last.get(record.incarnation, 0))
@@ -561,7 +563,7 @@ class GroupState:
             "suspect": sorted(self.suspect),
             "started": sorted(self.started),
             "floors": [[log.hex(), sorted(floor)] for log, floor in sorted(self.floors.items())],
-            "logs": sorted(log.hex() for log in self.reported_frontiers.parts),
+            "logs": sorted(log.hex() for log in self.reported_frontiers.parts or self.known),
             "delivered": [[time, {log.hex(): seq for log, seq in last.items()}] for time, last in delivered.items()],
             "open": sorted(open),
             "rest": sorted(time for time, why in open.items() if why == REST),

@@ -398,6 +398,44 @@ def test_why_an_epoch_is_incomplete_that_was_not_taken_is_known_after_restarts(w
     assert times(reader.take(came[1:], 0.0)) == [((2,), why)]
 
 
+@pytest.mark.parametrize("restarts", [1, 2, 3])
+def test_what_waited_at_a_restart_is_incomplete_after_a_gap_that_has_its_frontiers_too(restarts: int) -> None:
+    """Retention took all frontiers before the next records: there is no snapshot."""
+    source, reader = FakeLog(), Assembler()
+    reader.begin([source.frontier([(1,)], [], 9)], 0.0)
+    assert reader.take([source.data((1,)), source.frontier([(1,)], [(1,)])], 0.0) == []
+    gone = source.seq
+    for _ in range(restarts):
+        reader = reborn(reader, source, seq=gone)
+        reader.lose()
+        reader.begin([], 0.0)
+    came = [source.data((1,)), source.frontier([(1,)], [(1,)]), source.data((1,)), source.frontier([(2,)], [])]
+    held = reader.take(came, 0.0)
+    assert times(held) == [((1,), MISSED)]
+    assert held[0].records == [came[0], came[2]]
+    reader = reborn(reader, source, held)
+    reader.begin([came[1]], 0.0)
+    assert times(reader.take(came[2:], 0.0)) == [((1,), MISSED)]
+
+
+def test_of_what_was_lost_after_a_restart_no_part_comes_after_the_next_one() -> None:
+    vehicle, reader = FakeLog(LOG, "vehicle"), Assembler()
+    begin = vehicle.frontier([(1,)], [], 9)
+    reader.begin([begin], 0.0)
+    waits = [vehicle.data((1,)), vehicle.frontier([(1,)], [(1,)])]
+    assert reader.take(waits, 0.0) == []
+    reader = reborn(reader, vehicle)
+    reader.begin([begin], 0.0)
+    said = Beginning(topics=[SIGNALS[0]], service=at("vehicle"))
+    begun = Record(OTHER_LOG, 50, 0, 0, UMessageBuilder.publish(at("hub", 0x8006)).pack(said))
+    assert times(reader.take([*waits, begun], 0.0)) == [((1,), BEGUN_THERE)]
+    rest = [vehicle.frontier([(1,)], [(1,)]), vehicle.data((1,)), vehicle.frontier([(2,)], [])]
+    assert reader.take(rest, 0.0) == []
+    reader = reborn(reader, vehicle, seq=waits[1].seq)  # something else waits since then
+    reader.begin([waits[1]], 0.0)
+    assert reader.take(rest, 0.0) == []
+
+
 def test_of_a_long_absence_some_buckets_and_the_last_one_are_reported() -> None:
     source, reader = SourceLog(), Assembler()
     reader.begin([source.frontier([(1,)], [], 9)], 0.0)
