@@ -143,11 +143,12 @@ class Assembler:
 
     def begin(self, snapshot: Iterable[Record], now: float) -> None:
         """Begin to read, at the start and after each gap. `snapshot`: the frontiers where the next records begin."""
-        running = {key for key, group in self._groups.items() if group.known or group.reported_frontiers.parts}
-        begun: dict[GroupKey, list[GroupFrontier]] = {}
+        running = {key for key, group in self._groups.items() if group.is_running}
+        begun, told = dict[GroupKey, list[GroupFrontier]](), set[tuple[GroupKey, bytes]]()
         for record in sorted(snapshot, key=lambda one: one.seq):
             log = first_log(record)
             for key, group, reported, part in self._table.read(record, now):
+                told.add((key, log))
                 if log not in group.known and log not in group.reported_frontiers.parts:
                     is_running = self._is_suspect or key in running
                     group.begin_log(log, part.keeper, reported, part.active, is_running=is_running)
@@ -157,10 +158,9 @@ class Assembler:
                 self._merge(group, reported, log, part)
         for key, frontiers in begun.items():
             self._groups[key].doubt_passed(frontiers)
+        for key, group in self._groups.items():
+            group.note_begun({log for one, log in told if one == key}, self._is_suspect)
         self._is_suspect = False
-        for group in self._groups.values():
-            if group.reported_frontiers.parts:  # else its frontiers are in a gap, and the next ones may show more
-                group.known.clear()
 
     def lose(self, damaged: Collection[bytes] = ()) -> None:
         """Note a gap, whose records may belong to any epoch that is not over. `damaged`: logs that may have gone back,
@@ -199,18 +199,16 @@ class Assembler:
             before = part.active - set(map(time_of, reported.opened))
             if known is None and (reported.number != 1 or group.reported_frontiers.parts):
                 # the first one read of this log, so it is the snapshot
-                open = before if reported.number != 1 else ()
-                is_running = bool(group.known or group.reported_frontiers.parts)
+                open, is_running = before if reported.number != 1 else (), group.is_running
                 group.begin_log(log, part.keeper, reported, open, is_running=is_running)
             elif known is not None and record.origin is not None and reported.number > known.number + 1:
                 # A gateway on the way was not sent some of it. In the keeper's own log a missing number is that of a
                 # frontier that could not be stored.
                 yield from self._lose(key, group, before | known.active, record)
-            elif known is not None and reported.number <= known.number and reported.version < known.version:
-                # The log went back. How the open epochs ended may be in the part that it has lost.
+            elif known is not None and (log in group.known or _went_back(reported, known)):
+                # How the open epochs ended may be in a gap, or in the part that the log has lost.
                 group.suspect = raised(group.suspect, before | known.active)
             self._merge(group, reported, log, part)
-            group.known.clear()
             group.note_missed(reported, record)
             for late in reported.late:
                 yield from self._came_late(key, group, time_of(late.time), late.incomplete, record)
@@ -459,6 +457,10 @@ def _through(record: Record, beginning: Beginning, group: GroupState) -> list[tu
         for log, part in group.reported_frontiers.parts.items()
         if part.keeper[0] != follower and log != direct and concerns(beginning, part.keeper[0])
     ]
+
+
+def _went_back(reported: GroupFrontier, known: LogFrontier) -> bool:
+    return reported.number <= known.number and reported.version < known.version
 
 
 def _not_taken(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -405,7 +405,7 @@ class GroupState:
     delivered: dict[Time, Positions] = field(default_factory=dict)
     open: set[Time] = field(default_factory=set)  # exceptions from `delivered`: epochs whose rest waited at a restart
     unknown_since: float | None = None  # loop time; records have come, and no frontier
-    # Logs that had reported a frontier before a restart, until one of the group reports again
+    # Logs that had reported a frontier before a restart, or before a gap that has their next ones, too
     known: set[bytes] = field(default_factory=set)
     finished: Spans = field(default_factory=Spans)  # delivered epochs: further records of them are the rest
     # Epochs of `open` that were not delivered again yet, and why they were incomplete. They are exceptions from
@@ -413,6 +413,11 @@ class GroupState:
     redelivered: dict[Time, str] = field(default_factory=dict)
     reported: dict[Time, None] = field(default_factory=dict)  # newest epochs of which only the loss is reported
     length: int = 0  # of its times
+
+    @property
+    def is_running(self) -> bool:
+        """Returns whether logs of the group are read already, or were before a restart."""
+        return bool(self.known or self.reported_frontiers.parts)
 
     def begin_log(
         self, log: bytes, keeper: KeeperAddress, reported: GroupFrontier, open: Iterable[Time], *, is_running: bool
@@ -430,6 +435,15 @@ class GroupState:
             self.filter = raised(self.filter, open)
             over = map(time_of, reported.kept.passed)
             self.started = raised(self.started, [*open, *filter(self.has_length, over)])
+
+    def note_begun(self, told: Set[bytes], is_suspect: bool) -> None:
+        """Note that a snapshot of these logs was read. `is_suspect`: it comes after a gap."""
+        parts = self.reported_frontiers.parts
+        if parts:  # else its frontiers are in a gap, and the next ones say what it may concern
+            self.known.clear()
+        if is_suspect:
+            self.suspect = raised(self.suspect, [*self.pending, *self.redelivered])
+            self.known.update(parts.keys() - told)
 
     def has_length(self, time: Time) -> bool:
         """Returns whether the time, of a report, has as many numbers as the others of this group."""
@@ -665,6 +679,7 @@ class GroupTable:
         merged = group.reported_frontiers
         merged.update(log, part)
         group.unknown_since = None
+        group.known.discard(log)
         replaced = {one: merged.parts[one] for one in merged.replaced_by(log)}
         for one in replaced:
             self._leave(merged, name, one, part.heard_at)

@@ -418,6 +418,28 @@ def test_what_waited_at_a_restart_is_incomplete_after_a_gap_that_has_its_frontie
     assert times(reader.take(came[2:], 0.0)) == [((1,), MISSED)]
 
 
+@pytest.mark.parametrize("snapshot", ["none", "over"])
+def test_what_waited_before_a_gap_is_incomplete(snapshot: str) -> None:
+    source, reader = FakeLog(), Assembler()
+    reader.begin([source.frontier([(1,)], [], 9)], 0.0)
+    assert reader.take([source.data((1,)), source.frontier([(1,)], [(1,)])], 0.0) == []
+    gone = [source.frontier([(2,)], [])]
+    reader.lose()
+    reader.begin(gone if snapshot == "over" else [], 0.0)
+    assert times(reader.take([source.frontier([(2,)], [])], 0.0)) == [((1,), MISSED)]
+
+
+def test_what_began_in_a_gap_is_incomplete_also_if_there_is_no_snapshot_after_it() -> None:
+    source, reader = FakeLog(), Assembler()
+    reader.begin([source.frontier([(1,)], [], 9)], 0.0)
+    reader.lose()
+    source.frontier([(1,)], [(2,)])
+    reader.begin([], 0.0)
+    came = [source.data((2,)), source.frontier([(1,)], [(2,)]), source.frontier([(3,)], [])]
+    assert times(reader.take(came, 0.0)) == [((2,), MISSED)]
+    assert times(reader.take([source.data((3,)), source.frontier([(4,)], [])], 0.0)) == [((3,), "")]
+
+
 def test_of_what_was_lost_after_a_restart_no_part_comes_after_the_next_one() -> None:
     vehicle, reader = FakeLog(LOG, "vehicle"), Assembler()
     begin = vehicle.frontier([(1,)], [], 9)
