@@ -367,7 +367,7 @@ class EpochsChecker:
         for one in (one for life in reader.lives for one in life if one.epoch is not None):
             if not one.is_complete or not self._unknown(one) & self.logs_of["V"]:
                 had[one.epoch] = had.get(one.epoch, "") or one.incomplete
-        # a report of late records may be of a bucket from before the reader, or before a clock that was set back
+        # a report that records came late may be of a bucket from before the reader, or before a clock that was set back
         begins = [epoch.time[0] for epoch, why in had.items() if epoch.group == "signals" and "too late" not in why]
         oldest = min(begins, default=math.inf) if self._reads_all(reader) else math.inf  # later ones are owed to it
         for down_ms, up_ms in self._world.machines["V"].absences():

@@ -436,14 +436,14 @@ class GroupState:
             over = map(time_of, reported.kept.passed)
             self.started = raised(self.started, [*open, *filter(self.has_length, over)])
 
-    def note_begun(self, told: Set[bytes], is_suspect: bool) -> None:
+    def note_begun(self, logs: Set[bytes], is_suspect: bool) -> None:
         """Note that a snapshot of these logs was read. `is_suspect`: it comes after a gap."""
         parts = self.reported_frontiers.parts
         if parts:  # else its frontiers are in a gap, and the next ones say what it may concern
             self.known.clear()
         if is_suspect:
             self.suspect = raised(self.suspect, [*self.pending, *self.redelivered])
-            self.known.update(parts.keys() - told)
+            self.known.update(parts.keys() - logs)
 
     def has_length(self, time: Time) -> bool:
         """Returns whether the time, of a report, has as many numbers as the others of this group."""

@@ -404,9 +404,9 @@ def test_what_waited_at_a_restart_is_incomplete_after_a_gap_that_has_its_frontie
     source, reader = FakeLog(), Assembler()
     reader.begin([source.frontier([(1,)], [], 9)], 0.0)
     assert reader.take([source.data((1,)), source.frontier([(1,)], [(1,)])], 0.0) == []
-    gone = source.seq
+    removed = source.seq
     for _ in range(restarts):
-        reader = reborn(reader, source, seq=gone)
+        reader = reborn(reader, source, seq=removed)
         reader.lose()
         reader.begin([], 0.0)
     came = [source.data((1,)), source.frontier([(1,)], [(1,)]), source.data((1,)), source.frontier([(2,)], [])]
@@ -423,9 +423,9 @@ def test_what_waited_before_a_gap_is_incomplete(snapshot: str) -> None:
     source, reader = FakeLog(), Assembler()
     reader.begin([source.frontier([(1,)], [], 9)], 0.0)
     assert reader.take([source.data((1,)), source.frontier([(1,)], [(1,)])], 0.0) == []
-    gone = [source.frontier([(2,)], [])]
+    removed = [source.frontier([(2,)], [])]
     reader.lose()
-    reader.begin(gone if snapshot == "over" else [], 0.0)
+    reader.begin(removed if snapshot == "over" else [], 0.0)
     assert times(reader.take([source.frontier([(2,)], [])], 0.0)) == [((1,), MISSED)]
 
 
