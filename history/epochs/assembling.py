@@ -11,7 +11,7 @@ none of the minimal times that may still come from any log is less than or equal
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -144,11 +144,11 @@ class Assembler:
     def begin(self, snapshot: Iterable[Record], now: float) -> None:
         """Begin to read, at the start and after each gap. `snapshot`: the frontiers where the next records begin."""
         running = {key for key, group in self._groups.items() if group.is_running}
-        begun, with_snapshot = dict[GroupKey, list[GroupFrontier]](), set[tuple[GroupKey, bytes]]()
+        begun, with_snapshot = dict[GroupKey, list[GroupFrontier]](), defaultdict[GroupKey, set[bytes]](set)
         for record in sorted(snapshot, key=lambda one: one.seq):
             log = first_log(record)
             for key, group, reported, part in self._table.read(record, now):
-                with_snapshot.add((key, log))
+                with_snapshot[key].add(log)
                 if log not in group.known and log not in group.reported_frontiers.parts:
                     is_running = self._is_suspect or key in running
                     group.begin_log(log, part.keeper, reported, part.active, is_running=is_running)
@@ -159,7 +159,7 @@ class Assembler:
         for key, frontiers in begun.items():
             self._groups[key].doubt_passed(frontiers)
         for key, group in self._groups.items():
-            group.note_begun({log for one, log in with_snapshot if one == key}, self._is_suspect)
+            group.note_begun(with_snapshot[key], self._is_suspect)
         self._is_suspect = False
 
     def lose(self, damaged: Collection[bytes] = ()) -> None:

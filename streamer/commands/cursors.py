@@ -331,7 +331,9 @@ async def _require_no_publishes(log: Log, pushed: str, followed: str, new: str) 
         what = f"{count} for {pushed!r}, and who is behind {followed!r} follows our history: it reads by itself"
         how = f"take followed_by from {new!r}, start and stop the streamer, adopt them, and give followed_by back once"
         if pushed == new:
-            how = f"take followed_by from {new!r}, start the streamer, and adopt and give followed_by back once"
+            how = (
+                f"take followed_by from {new!r}, start the streamer, and stop it, adopt and give followed_by back once"
+            )
         raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}, and from where it is. {how} they have left")
 
 

@@ -239,8 +239,8 @@ class FollowSection(Section):
     """`//vehicle1/4/1/0` is the history of the gateway vehicle1; `//*/4/1/0` are those of all gateways there that
     announce themselves to us (`followed_by`), each for its own authority and the family of that"""
     topics: list[TopicPattern] = []
-    """patterns of what is taken and kept, though nobody here wants it. What somebody wants, as that changes, and what
-    `history.record` names is taken in any case. This does not make the other side keep them: record them there
+    """patterns of topics that are taken and kept even if nobody here wants them. What somebody wants at the time, and
+    what `history.record` names, is taken in any case. This does not make the other side keep them: record them there
     (`history.record`), or subscribe to them there. `/readyz` has a note about topics that are not kept there"""
     mode: Literal["auto", "poll", "push"] = "auto"
     """how records come: pushed, polled where pushes fail; or always one of them"""
@@ -262,8 +262,8 @@ class EpochsSection(Section):
     lateness_ms: int = Field(default=0, ge=0, le=EPOCH_MS_MAX)
     """a bucket ends when there was a message whose id is later than its end by this much, and our clock is there"""
     ahead_ms: int = Field(default=5_000, ge=0, le=EPOCH_MS_MAX)
-    """a message whose id is further ahead of our clock opens no bucket. It joins the lowest open one, which says so,
-    and is counted"""
+    """a message whose id is further ahead of our clock opens no bucket. It joins the lowest open one, which is then
+    incomplete, and is counted as `ahead`"""
     timeout_ms: int = Field(default=10_000, ge=1, le=EPOCH_MS_MAX)
     """a bucket that has not ended so long after its first message ends as incomplete, and so does an epoch whose
     publisher says and sends nothing for so long. While nothing comes, readers of several gateways wait this long for

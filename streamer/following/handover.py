@@ -359,7 +359,7 @@ def _rows_of(source: Log, whose: str) -> dict[str, int]:
 
 
 def _waits_after(pump: Pump) -> int:
-    """Returns the seq after which the first publish that waits may be."""
+    """Returns the seq after which the first record that waits may be."""
     topics, addresses = pump.topic_holds.values(), pump.address_holds.values()
     held = [*(one.after for one in topics), *(one.after for one in addresses)]
     return min([pump.cursor, *pump.owed.values(), *held])
@@ -371,6 +371,8 @@ def _held_topics(pump: Pump, before: int | None) -> list[HeldTopic]:
     known = [
         (pump.log.stream(stream).source, after) for stream, after in pump.owed.items() if pump.log.knows_stream(stream)
     ]
+    if before is not None:
+        known.append((uris.ANY, before))
     if before is not None or len(known) > HELD_TOPICS_MAX:
-        known = [(uris.ANY, min([*(after for _, after in known), *([] if before is None else [before])]))]
+        known = [(uris.ANY, min(after for _, after in known))]
     return [HeldTopic(topic=topic, after_seq=after) for topic, after in known]
