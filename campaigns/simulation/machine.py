@@ -352,7 +352,7 @@ class Machine:
         self.was_closed = False
         self.on_ready: list[Callable[[], None]] = []
         # when it stopped to run, and was ready again: (wall clock in ms, loop time)
-        self._downs: list[tuple[int, float]] = []
+        self._downs: list[tuple[int, float, int]] = []  # and the newest time that the clock had shown by then
         self._ups: list[tuple[int, float]] = []
 
     @property
@@ -454,18 +454,20 @@ class Machine:
             self.world.checker.fail("a task that never ends", f"{self.name} does not stop: {stuck[:5]}")
             process.kill()
 
-    def absences(self) -> list[tuple[int, int]]:
-        """From when to when it did not run, Unix milliseconds; not those in which the clock was set."""
+    def absences(self) -> list[tuple[int, int, int]]:
+        """From when to when it did not run, and the newest time that its clock had shown before: later than the begin
+        if the clock was set back. Unix milliseconds; not absences in which the clock was set."""
         spans = zip(self._downs, self._ups[1:], strict=False)
         return [
-            (down_ms, up_ms)
-            for (down_ms, down_s), (up_ms, up_s) in spans
+            (down_ms, up_ms, newest_ms)
+            for (down_ms, down_s, newest_ms), (up_ms, up_s) in spans
             if abs((up_ms - down_ms) - (up_s - down_s) * 1_000) < 2
         ]
 
     def _went_down(self) -> None:
         if self._ups and len(self._downs) < len(self._ups):  # else it was not ready since
-            self._downs.append((self.world.wall_ms(), self.world.loop.now))
+            now_ms = self.world.wall_ms()
+            self._downs.append((now_ms, self.world.loop.now, max(now_ms, self.world.newest_ms)))
 
     # -- reports of a process
 

@@ -402,7 +402,7 @@ class Plan:
     async def _clock(self) -> None:
         jump = self._dice.choice((-2 * HOUR_MS, -1_000, 1_000, HOUR_MS, 3 * HOUR_MS))
         self._world.note("clock", jump)
-        self._world.offset_ms += jump
+        self._world.set_clock(jump)
         if jump <= -HOUR_MS:
             self._world.checker.clock_was_set_back = True
 
@@ -421,7 +421,7 @@ class Plan:
         await asyncio.sleep(0.5 + 2.5 * dice.random())  # so that a message waits for it
         hours = dice.choice((5, 30, 73, 120))
         world.note("absence", hours)
-        world.offset_ms += hours * HOUR_MS
+        world.set_clock(hours * HOUR_MS)
         await asyncio.sleep(3.5)  # retention runs
         if transport is not None:
             transport.reconnect()

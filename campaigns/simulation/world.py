@@ -182,6 +182,7 @@ class World:
         self.checker = Checker(self)
         self.context = contextvars.copy_context()
         self.offset_ms = 0
+        self.newest_ms = 0  # the newest time that the clock showed before it was set back
         self.ids = uuids.UUIDGenerator(self.wall_ms, random.Random(seed ^ 0x5EED).randbytes)
         self.networks: dict[str, SimulatedNetwork] = {}
         self.machines: dict[str, Machine] = {}  # with gateways
@@ -261,6 +262,10 @@ class World:
 
     def wall_ms(self) -> int:
         return int((EPOCH_S + self.loop.now) * 1000) + self.offset_ms
+
+    def set_clock(self, change_ms: int) -> None:
+        self.newest_ms = max(self.newest_ms, self.wall_ms())
+        self.offset_ms += change_ms
 
     def note(self, *what: Any) -> None:
         self.notes += 1
