@@ -1,18 +1,21 @@
 """The command `up-streamer`, or `python -m up_streamer`. Outside of all packages: nothing is imported before it.
 
 start -> Ctrl-C ends the process at once -> imports (half a second) -> Ctrl-C is KeyboardInterrupt -> the command -> end
+                                                                       a finalizer ignores it -> comes again
 """
 
 from __future__ import annotations
 
 import os
-import signal  # and nothing else that takes time
+import signal
+import sys  # and nothing that takes time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
 EXIT_INTERRUPTED = 130
+AGAIN_S = 0.01  # by then, what ignored it has returned
 
 
 def main() -> None:
@@ -26,6 +29,7 @@ def main() -> None:
     try:
         if not is_ignored:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            sys.unraisablehook = _interrupt_again
         cli.main()
     except KeyboardInterrupt:
         _end()
@@ -36,6 +40,18 @@ def main() -> None:
 
 def _end(*_: object) -> NoReturn:
     os._exit(EXIT_INTERRUPTED)
+
+
+def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
+    """Repeats a Ctrl-C that came while Python ran a finalizer or closed a generator, where it ignores exceptions."""
+    import threading
+
+    if ignored.exc_type is KeyboardInterrupt:
+        signal_again = threading.Timer(AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        signal_again.daemon = True
+        signal_again.start()
+    else:
+        sys.__unraisablehook__(ignored)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,18 @@ sys.meta_path.insert(0, Interrupted())
 import up_streamer
 up_streamer.main()
 """
+# sends itself Ctrl-C in a finalizer, where Python ignores exceptions, before the import of a module
+IGNORED = INTERRUPTED.replace(
+    "os.kill(os.getpid(), number)",
+    "Finalized()\n            time.sleep(100)",
+).replace(
+    "class Interrupted:",
+    """import time
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), number)
+class Interrupted:""",
+)
 
 
 def take_ctrl_c() -> None:
@@ -59,8 +71,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def interrupted(folder: Path, number: signal.Signals, module: str, *command: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-c", INTERRUPTED, str(int(number)), module, *command]
+def interrupted(
+    folder: Path, number: signal.Signals, module: str, *command: str, code: str = INTERRUPTED
+) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-c", code, str(int(number)), module, *command]
     return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=100, check=False, **AS_IN_A_SHELL)
 
 
@@ -85,6 +99,12 @@ def test_ctrl_c_while_a_command_imports_what_it_needs(folder: Path, module: str,
     assert done.returncode in (130, 0 if command[0] == "run" else 130)
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+def test_ctrl_c_in_a_finalizer_is_not_ignored(folder: Path) -> None:
+    command = ["subscriptions", "-c", "one.toml"]
+    done = interrupted(folder, signal.SIGINT, "usubscription.inspect", *command, code=IGNORED)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_sigterm_while_modules_are_imported_is_the_systems(folder: Path) -> None:
