@@ -93,6 +93,7 @@ class MachineProcess(Process):
         self.torn = False
         self.task: asyncio.Task[None] | None = None
         self.tear_on_kill = ""
+        self.newest_at_start = 0  # durable seq: a record of a process that was killed before it could report it, too
 
     def start(self) -> None:
         context = contextvars.copy_context()
@@ -130,6 +131,8 @@ class MachineProcess(Process):
         """Record seq and origin of each record, once it is committed. `on_append` is called with each record, and
         the function that it returns is called after the commit."""
         append, checker, machine = log.append, self.machine.world.checker, self.machine
+        if log.durable:
+            self.newest_at_start = log.newest_seq
 
         def tapped(streams: list[int], messages: Sequence[Any], notes: Notes | None = None) -> asyncio.Future[int]:
             if self.processor is not None:

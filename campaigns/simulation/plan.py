@@ -22,7 +22,7 @@ from uprotocol.status import RETRYABLE, UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 if TYPE_CHECKING:
-    from campaigns.simulation.machine import Machine
+    from campaigns.simulation.machine import Machine, MachineProcess
     from campaigns.simulation.world import World
 
 HOUR_MS: Final = 3_600_000
@@ -65,11 +65,19 @@ class Plan:
         self.tasks: list[asyncio.Task[Any]] = []
         self._was_left: set[str] = set()  # names of the cloud's endpoint that have a backlog each
         self._base: dict[str, dict[str, Any]] = {}
-        self.newest_at_heal: dict[str, int] = {}  # durable seq of each machine when its own configuration was restored
+        # of each machine when its own configuration was restored: the durable seq, and the process that it started with
+        self._newest_at_heal: dict[str, int] = {}
+        self._started_at_heal: dict[str, MachineProcess | None] = {}
 
     @property
     def _v(self) -> Machine:
         return self._world.machines["V"]
+
+    def newest_at_heal(self, machine: Machine) -> int:
+        """Returns the durable seq that it had when its own configuration was restored."""
+        process = self._started_at_heal.get(machine.name)
+        newest = self._newest_at_heal.get(machine.name, 0)
+        return newest if process is None else max(newest, process.newest_at_start)
 
     def _spawn(self, work: Any) -> None:
         self.tasks.append(self._world.loop.create_task(work))
@@ -880,7 +888,7 @@ class Plan:
             self._start(world.keeper)
         for machine in world.machines.values():
             self._good_disk(machine)
-            self.newest_at_heal[machine.name] = world.checker.newest.get(machine.name, 0)
+            self._newest_at_heal[machine.name] = world.checker.newest.get(machine.name, 0)
             if machine.process is not None:
                 machine.process.kill_at = None
             base = self._base[machine.name]
@@ -892,8 +900,9 @@ class Plan:
                     await machine.stop()
                     self._another_era()
                     self._start(machine, base)
+                    self._started_at_heal[machine.name] = machine.process
                 else:
                     await self._take(machine, base, 0.0)
-                self.newest_at_heal[machine.name] = world.checker.newest.get(machine.name, 0)
+                self._newest_at_heal[machine.name] = world.checker.newest.get(machine.name, 0)
             self._start(machine)
         await self._resume_all(self._v)

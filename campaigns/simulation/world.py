@@ -822,7 +822,7 @@ class World:
     def _look_at_unclaimed(self, plan: Plan) -> None:
         for machine in self.machines.values():
             if machine.streamer is not None:
-                newest = plan.newest_at_heal.get(machine.name, 0)
+                newest = plan.newest_at_heal(machine)
                 for waits in machine.streamer.claims.unclaimed:
                     self.checker.unclaimed.append((machine.name, waits.first, newest))
 
