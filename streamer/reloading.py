@@ -43,7 +43,7 @@ NETWORK_KEYS: Final = ("transport", "authorities", "suffix", "hold", "settings")
 PUMP_KEYS: Final = (*NETWORK_KEYS, "followed_by", "messages_per_s")
 EDGE_SECTIONS: Final = ("http", "grip", "channel", "proxy")
 NOT_RELOADED: Final = "nothing is reloaded: this streamer"
-OPEN_WAIT_S: Final = 3.0  # for the HTTP edge, and for networks to be open and to listen, before the answer
+OPEN_WAIT_S: Final = 3.0  # before the answer: for the HTTP edge; for open networks, uSubscriptions, and listening
 
 log = structlog.get_logger()
 
@@ -230,6 +230,7 @@ class Reloader:
         with contextlib.suppress(TimeoutError):  # so that who reads the answer may count on it
             async with asyncio.timeout(OPEN_WAIT_S):
                 await streamer.networks.tried()
+                await streamer.interest.answered()
                 await streamer.networks.listen(retry=False)
         streamer.states.look()
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from streamer import reloading
 from streamer.egress import holds
+from tests.streamer.test_reloading import changed, reload
 from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcServer
@@ -34,6 +36,7 @@ Publish = Callable[..., UMessage]
 SPEED = uris.parse("//vehicle1/8001/1/8001")
 DOOR = uris.parse("//vehicle1/8001/1/8002")
 CLOUD_APP = uris.parse("//cloud/9001/1/0")
+EVERYTHING = (uris.key(uris.pattern("vehicle1")), None)  # the filter while a service can't list its topics
 
 FOREIGN = {"vehicle": "none", "cloud": "remote"}
 
@@ -144,8 +147,7 @@ async def test_a_topic_without_answer_is_parked_and_goes_out_in_order_when_someb
         assert parked(world) == 1
     service.answering.set()
     # known to be version 3 again, so everything is listened to
-    everything = (uris.key(uris.pattern("vehicle1")), None)
-    await world.until(lambda: everything in world.streamer.networks["vehicle"].filters)
+    await world.until(lambda: EVERYTHING in world.streamer.networks["vehicle"].filters)
     await vehicle.send(publish(DOOR, "door 3"))
     await vehicle.send(publish(DOOR, "door 4"))
     await heard.expect(9)
@@ -240,4 +242,42 @@ async def test_what_is_held_at_an_address_waits_although_it_is_not_known_any_mor
     service.answering.set()
     await heard.expect(1)
     assert heard.texts == ["held"]
+    await service.stop()
+
+
+async def without_the_cloud(world: Any) -> None:
+    """A reload removes the endpoint, and with it all that is known of its service."""
+    endpoints = [one for one in world.config.endpoint if one.name != "cloud"]
+    await reload(world, changed(world.config, endpoint=endpoints))
+    await world.until(lambda: EVERYTHING not in world.streamer.networks["vehicle"].filters)
+
+
+async def test_a_reload_answers_once_a_new_service_has_said_what_is_wanted(
+    make_world: MakeWorld, publish: Publish
+) -> None:
+    """Nothing that is published after the answer is missed, as after `ready`."""
+    world, service, vehicle, heard = await beside_a_foreign_service(make_world)
+    await without_the_cloud(world)
+    await reload(world, world.config)
+    await vehicle.send(publish(SPEED, "after the answer"))
+    await heard.expect(1)
+    assert heard.texts == ["after the answer"]
+    await service.stop()
+
+
+async def test_a_reload_does_not_wait_long_for_a_new_service_that_is_silent(
+    make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reloading, "OPEN_WAIT_S", 0.2)
+    world, service, vehicle, heard = await beside_a_foreign_service(make_world)
+    await without_the_cloud(world)
+    service.answering.clear()
+    await reload(world, world.config)
+    (asked,) = [one for one in world.streamer.interest.sources if one.name == "cloud"]
+    assert not asked.healthy
+    service.answering.set()
+    await world.until(lambda: EVERYTHING in world.streamer.networks["vehicle"].filters)
+    await vehicle.send(publish(SPEED, "once it has answered"))
+    await heard.expect(1)
+    assert heard.texts == ["once it has answered"]
     await service.stop()
