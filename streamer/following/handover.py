@@ -20,6 +20,7 @@ import structlog
 
 from history.log.log import Log
 from history.records.witness import seqs_of
+from streamer.egress.holds import CURSOR_PREFIX, HOLDER, OWED_PREFIX
 from streamer.egress.paused import Paused
 from streamer.egress.pump import Pump
 from streamer.operating.states import Condition, Sample
@@ -183,21 +184,27 @@ class HandOvers:
 
     async def asked(self, caller: UUri, asked: HandOver) -> list[Position]:
         """Answer a HandOver. Raises PERMISSION_DENIED, INVALID_ARGUMENT, UNAVAILABLE (try again)."""
-        name = self._endpoint_of(caller)
-        which = asked.WhichOneof("do")
+        which, positions = asked.WhichOneof("do"), seqs_of(asked.positions)
         async with self._turn:
+            if which == "end" and asked.end and (names := self._names_of(caller)):
+                return await self._end(names, positions)
+            name = self._endpoint_of(caller)
             if which == "take" and asked.take:
-                return await self._take_confirmed(name, seqs_of(asked.positions), takes_held=asked.takes_held)
-            if which == "end" and asked.end:
-                return await self._end(name, seqs_of(asked.positions))
+                return await self._take_confirmed(name, positions, takes_held=asked.takes_held)
         raise invalid("a hand-over takes or ends")
 
     def _endpoint_of(self, caller: UUri) -> str:
         for name, service in self._followed_by.items():
-            if uris.key(service)[:3] == uris.key(caller)[:3]:
+            if _is_same(service, caller):
                 return name
         what = "no endpoint here names it as followed_by: publishes are pushed as before"
         raise UStatusError(UCode.PERMISSION_DENIED, f"{uris.format(caller)} takes nothing over: {what}")
+
+    def _names_of(self, caller: UUri) -> set[str]:
+        """Returns the endpoints that name the caller, and those behind which it has taken over: they may have another
+        name now, or name another follower."""
+        named = {name for name, service in self._followed_by.items() if _is_same(service, caller)}
+        return named.union(*(_names_taken_by(caller, source) for source in self._logs))
 
     async def _take_confirmed(self, name: str, read: Mapping[bytes, int], *, takes_held: bool) -> list[Position]:
         try:
@@ -261,7 +268,33 @@ class HandOvers:
             if _named(row) == name:
                 source.cursors.drop(row)
 
-    async def _end(self, name: str, positions: Mapping[bytes, int]) -> list[Position]:
+    async def _end(self, names: Iterable[str], positions: Mapping[bytes, int]) -> list[Position]:
+        """End it for all these endpoints, also those that are not configured: the follower asks only once, and one that
+        comes back would push nothing."""
+        ended: list[Position] = []
+        for name in sorted(names):
+            if name in self._endpoints:
+                ended += await self._push_again(name, positions)
+            else:
+                self._end_unconfigured(name, positions)
+        for source in self._logs:  # otherwise a restart could undo the end, and the follower would not repeat it
+            await source.saved()
+        return ended
+
+    def _end_unconfigured(self, name: str, positions: Mapping[bytes, int]) -> None:
+        """What the follower has not had waits for an endpoint of that name, as if nobody had followed there."""
+        for source in self._logs:
+            rows, had = source.cursors.all(), positions.get(source.incarnation, 0)
+            if (followed := rows.get(FOLLOWED_PREFIX + name)) is not None:
+                owed = [row for row in rows if row.startswith(f"{OWED_PREFIX}{name}:")]
+                own = rows.get(cursor := CURSOR_PREFIX + name, followed)
+                seq = min([own.seq, *(max(rows[row].seq, had) for row in (FOLLOWED_PREFIX + name, *owed))])
+                source.cursors.set(cursor, seq, holds=own.holds, absent_ms=own.absent_ms, holder=HOLDER)
+                for row in (FOLLOWED_PREFIX + name, *owed):
+                    source.cursors.drop(row)
+            self._forget_follower(name, source)
+
+    async def _push_again(self, name: str, positions: Mapping[bytes, int]) -> list[Position]:
         ended: list[Position] = []
         for pump in self._pumps[name]:
             seq = pump.log.cursors.seq(FOLLOWED_PREFIX + name)
@@ -276,15 +309,13 @@ class HandOvers:
         if name in self._taken:
             self._taken.discard(name)
             log.info("publishes are pushed again", endpoint=name)
-        for source in self._logs:  # otherwise a restart could undo the end, and the follower would not repeat it
-            await source.saved()
         return ended
 
     def acknowledged(self, caller: UUri, positions: Mapping[bytes, int]) -> None:
         """Note that the caller has stored all records up to here. Ignored if it follows for no endpoint."""
         self._look_for_others(caller, positions)
         for name in self._taken:
-            if uris.key(self._followed_by[name])[:3] != uris.key(caller)[:3]:
+            if not _is_same(self._followed_by[name], caller):
                 continue
             self._heard(name)
             for pump in self._pumps[name]:
@@ -315,7 +346,7 @@ class HandOvers:
         ours = {incarnation for one in self._logs for incarnation in (one.incarnation, *one.predecessors)}
         others = [incarnation for incarnation, seq in positions.items() if seq and incarnation not in ours]
         for name, service in self._followed_by.items() if others else ():
-            if uris.key(service)[:3] == uris.key(caller)[:3]:
+            if _is_same(service, caller):
                 self._on_unknown(service, name, others)
 
     # -- announcements
@@ -345,6 +376,10 @@ class HandOvers:
             log.debug("an announcement could not be sent", to=uris.format(service), error=str(error))
 
 
+def _is_same(service: UUri, caller: UUri) -> bool:
+    return uris.key(service)[:3] == uris.key(caller)[:3]
+
+
 def _rows(source: Log) -> dict[str, int]:
     return {row: seq for row, seq in source.cursors.seqs().items() if row.startswith(FOLLOWER_PREFIX)}
 
@@ -356,6 +391,11 @@ def _named(row: str) -> str:
 def _rows_of(source: Log, whose: str) -> dict[str, int]:
     """Returns whether the service `whose` has acknowledged something, by the endpoint behind which it follows."""
     return {_named(row): seq for row, seq in _rows(source).items() if row.split(":", 2)[2] == whose}
+
+
+def _names_taken_by(caller: UUri, source: Log) -> set[str]:
+    """Returns the endpoints behind which it has taken over, configured or not."""
+    return {_named(row) for row in _rows(source) if _is_same(uris.parse(row.split(":", 2)[2]), caller)}
 
 
 def _waits_after(pump: Pump) -> int:

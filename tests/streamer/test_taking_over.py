@@ -415,6 +415,41 @@ def with_name(world: World, name: str, **changes: Any) -> Any:
     return world.config.model_copy(update={"endpoint": endpoints})
 
 
+@pytest.mark.parametrize("meanwhile", ["another name", "another name, names nobody", "names another one"])
+async def test_who_has_ended_is_not_waited_for_when_its_endpoint_is_as_before(pair: Pair, meanwhile: str) -> None:
+    """It ends while that endpoint has another name, or does not name it."""
+    await pair.begin()
+    await pair.handed_over()
+    await pair.publish(30)
+    await pair.expect_all()
+    await all_acknowledged(pair)
+    await pair.hub.stop()
+    await pair.publish(20)
+    await pair.vehicle.until(lambda: pair.vehicle.streamer.logs.durable.newest_seq == 50)
+    before, follows = pair.vehicle.config, pair.hub.config
+    changed = {
+        "another name": renamed(pair.vehicle),
+        "another name, names nobody": renamed(pair.vehicle, followed_by=None),
+        "names another one": with_link(pair.vehicle, followed_by="//tablet/4/1/0"),
+    }
+    await configured(pair.vehicle, changed[meanwhile])
+    if meanwhile == "another name":
+        await pair.hub.start()
+        await pair.handed_over()
+        await pair.expect_all()
+    await configured(pair.hub, follows.model_copy(update={"follow": []}))
+    await pair.hub.until(lambda: has_ended(pair.hub))
+    await configured(pair.vehicle, before)
+    assert not pair.vehicle.streamer.handovers.followed
+    await pair.publish(10)
+    await pair.hub.until(lambda: set(map(int, pair.heard.texts)) == set(range(60)))
+    assert list(map(int, pair.heard.texts))[-30:] == list(range(30, 60))
+    await configured(pair.hub, follows)
+    await pair.handed_over()
+    await pair.publish(10)
+    await pair.hub.until(lambda: list(map(int, pair.heard.texts))[-10:] == list(range(60, 70)))
+
+
 @pytest.mark.parametrize("by", ["restart", "reload"])
 async def test_a_follower_whose_endpoint_has_another_name_continues_where_it_was(pair: Pair, by: str) -> None:
     """What counts is whose history it follows."""
