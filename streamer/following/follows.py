@@ -126,7 +126,13 @@ class Follows(Intake, UListener):
         for follow in self._configured:
             if follow.endpoint is endpoint and not follow.is_wide:
                 self._follow(self._address(follow), endpoint, follow)
-        for key in self.logs.durable.followed.positions():
+        known = self.logs.durable.followed
+        for key in known.positions():  # also to end what was followed under a former name
+            service = key.partition(":")[2]
+            is_other = key.startswith((COVERED, OTHERS))
+            if not is_other and self._endpoints.owner(uris.parse(service).authority_name) is endpoint:
+                _inherit(known, self._endpoints, endpoint.name, service)
+        for key in known.positions():
             if key.startswith(f"{endpoint.name}:"):
                 self._resume(key, endpoint)
 

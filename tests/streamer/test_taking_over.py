@@ -450,6 +450,17 @@ async def test_who_has_ended_is_not_waited_for_when_its_endpoint_is_as_before(pa
     await pair.hub.until(lambda: list(map(int, pair.heard.texts))[-10:] == list(range(60, 70)))
 
 
+async def test_a_follower_that_ends_when_its_own_endpoint_gets_another_name_is_pushed_to(pair: Pair) -> None:
+    await pair.begin()
+    await pair.handed_over()
+    await pair.publish(30)
+    await pair.expect_all()
+    await configured(pair.hub, renamed(pair.hub).model_copy(update={"follow": []}))
+    await pair.publish(10)
+    await pair.expect_all()
+    assert not pair.vehicle.streamer.handovers.followed
+
+
 @pytest.mark.parametrize("by", ["restart", "reload"])
 async def test_a_follower_whose_endpoint_has_another_name_continues_where_it_was(pair: Pair, by: str) -> None:
     """What counts is whose history it follows."""
