@@ -45,7 +45,6 @@ FAST_SIGNALS: Final = "//vin1/8009/1/8001"  # of a publisher whose clock may be 
 HUB_SIGNALS: Final = "//hub/8009/1/8001"  # of a publisher with pauses, whose ids are old
 AHEAD_MS: Final = (0, 0, 800, 3_000, 4_500)  # less than `ahead_ms`, which is 5 s
 OLD_SHARE: Final = 0.8  # of `timeout_ms`: ids of HUB_SIGNALS are up to so old
-READY_MS: Final = 200  # a gateway listens up to so long before it is ready
 LOOKED_FOR_MAX: Final = 100  # buckets of an absence that are looked for
 LAPS: Final = ("//vin1/8006/1/8001", "//vin1/8006/1/8002")
 PROGRESS: Final = "//vin1/4/1/4"
@@ -372,7 +371,7 @@ class EpochsChecker:
         oldest = min(begins, default=math.inf) if self._reads_all(reader) else math.inf  # later ones are owed to it
         for down_ms, up_ms, newest_ms in self._world.machines["V"].absences():
             was_over = newest_ms // self.width_ms * self.width_ms  # buckets before it: the clock was set back since
-            first, last = (ms // self.width_ms * self.width_ms for ms in (down_ms, up_ms - READY_MS))
+            first, last = (ms // self.width_ms * self.width_ms for ms in (down_ms, up_ms))
             for begin in range(first, last + 1, self.width_ms)[:LOOKED_FOR_MAX]:
                 epoch = Epoch("signals", (begin,))
                 if had.get(epoch, "incomplete") == "":

@@ -181,6 +181,7 @@ class GatewayProcess(MachineProcess):
                 await rest.checker.read(streamer.logs.durable)
         self._tap_letters(streamer)
         self._tap_gaps(streamer)
+        self._tap_listening(streamer)
         if "late_open" not in self.machine.world.without:
             self._open_late(
                 random.Random(f"{self.machine.world.seed} {self.name}")
@@ -208,6 +209,17 @@ class GatewayProcess(MachineProcess):
     def transports(self) -> list[LocalTransport]:
         endpoints = self.streamer.endpoints if self.streamer is not None else ()
         return [one.transport for one in endpoints if isinstance(one.transport, LocalTransport)]
+
+    def _tap_listening(self, streamer: Streamer) -> None:
+        """When it has begun to listen: later than its start, and on a slow processor some time before it is ready."""
+        listening, machine = streamer.keeper.listening, self.machine
+
+        def tapped() -> None:
+            if self.alive:
+                machine.listens()
+            listening()
+
+        streamer.keeper.listening = tapped  # type: ignore[method-assign]
 
     def _tap_letters(self, streamer: Streamer) -> None:
         """Only to end the wait for reported messages; the disk shows at the end whether it was stored."""
@@ -458,8 +470,8 @@ class Machine:
             process.kill()
 
     def absences(self) -> list[tuple[int, int, int]]:
-        """From when to when it did not run, and the newest time that its clock had shown before: later than the begin
-        if the clock was set back. Unix milliseconds; not absences in which the clock was set."""
+        """From when to when it did not run and listen, and the newest time that its clock had shown before: later than
+        the begin if the clock was set back. Unix milliseconds; not absences in which the clock was set."""
         spans = zip(self._downs, self._ups[1:], strict=False)
         return [
             (down_ms, up_ms, newest_ms)
@@ -468,16 +480,18 @@ class Machine:
         ]
 
     def _went_down(self) -> None:
-        if self._ups and len(self._downs) < len(self._ups):  # else it was not ready since
+        if self._ups and len(self._downs) < len(self._ups):  # else it did not listen since
             now_ms = self.world.wall_ms()
             self._downs.append((now_ms, self.world.loop.now, max(now_ms, self.world.newest_ms)))
 
     # -- reports of a process
 
-    def became_ready(self, process: MachineProcess) -> None:
-        self.world.note("ready", self.name)
+    def listens(self) -> None:
         if len(self._ups) == len(self._downs):
             self._ups.append((self.world.wall_ms(), self.world.loop.now))
+
+    def became_ready(self, process: MachineProcess) -> None:
+        self.world.note("ready", self.name)
         self.world.checker.ready(self)
         for callback in self.on_ready:
             callback()
