@@ -16,12 +16,12 @@ from tools import house
 
 TREE = Path(__file__).parents[1]
 
-LINES_MAX: Final = 73_812
+LINES_MAX: Final = 73_861
 WALKS_MAX: Final = {  # walk -> functions, files
-    "publish": (100, 24),
+    "publish": (100, 25),
     "subscribe": (295, 52),
     "poll": (122, 26),
-    "followed": (165, 38),
+    "followed": (165, 39),
     "epoch": (150, 25),
     "micro-batch": (200, 30),
 }

@@ -157,6 +157,7 @@ class Checker:
         self.gaps: list[tuple[str, int, int]] = []  # of pumps: machine, after, before
         self.reported_lost: Counter[str] = Counter()  # by machine: messages that a network has lost
         self.allowed_gaps = False
+        self.has_expired = False  # records were older than retention by age keeps them
         self.was_unfollowed = False  # for a while, in which no cursor of a follower has held retention
         self.clock_was_set_back = False  # by an hour or more
         self.kept_ids_went_back = False  # their publisher has started since then
@@ -563,17 +564,17 @@ class Checker:
 
     def forgive(self, letters: Iterable[tuple[Id, str]]) -> None:
         """Reported messages are not owed: dead letters, those beyond a quota, and gaps if a disk was torn or an absence
-        was too long."""
+        was longer than retention."""
         reported = {id for id, _ in letters} | self._over_quota()
         for owed in self.owed.values():
             for id in [id for id in owed if id in reported or self._is_unclaimed(id)]:
                 del owed[id]
-        if not self.allowed_gaps:
+        if not (self.allowed_gaps or self.has_expired):
             return
         for owed in self.owed.values():
             for id in list(owed):
                 places = self.places.get(id, ())
-                if any(self._in_gap(machine, seq) or self.in_followed_gap(of, seq) for machine, of, seq in places):
+                if any(self._in_gap(machine, seq) or self._is_allowed_gap(of, seq) for machine, of, seq in places):
                     del owed[id]
 
     def _is_unclaimed(self, id: Id) -> bool:
@@ -585,6 +586,9 @@ class Checker:
             for machine, _, seq in self.places[id]
             for one, low, high in self.unclaimed
         )
+
+    def _is_allowed_gap(self, incarnation: bytes, seq: int) -> bool:
+        return self.allowed_gaps and self.in_followed_gap(incarnation, seq)
 
     def _in_gap(self, machine: str, seq: int) -> bool:
         return any(one == machine and after < seq < before for one, after, before in self.gaps)

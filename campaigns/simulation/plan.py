@@ -430,6 +430,8 @@ class Plan:
         hours = dice.choice((5, 30, 73, 120))
         world.note("absence", hours)
         world.set_clock(hours * HOUR_MS)
+        retention_hours = self._v.validated(self._v.config).history.retention_hours
+        world.checker.has_expired = world.checker.has_expired or hours > retention_hours
         await asyncio.sleep(3.5)  # retention runs
         if transport is not None:
             transport.reconnect()

@@ -3,6 +3,7 @@
 catch_up.py           What waits toward one peer leaves once it may: held records are read back, stuck streams are tried
 claims.py             Claims on the logs: how long each endpoint has been away
 holding.py            Holding: records begin to wait: refused, unheard, paused, handed over
+expiry.py             Expiry: records that retention deletes before the peer got them
 holds.py              The positions of what waits toward one peer
 paused.py             Topics that an operator has paused toward a peer
 plans.py              Plans: what of a log goes to one peer, as which copies

@@ -448,6 +448,15 @@ class CatchUp:
         if not hold.is_over:
             self._release(hold)
 
+    def sent_of_hold(self, hold: AddressHold) -> int:
+        """Returns the seq up to which the records of this hold have left."""
+        return max(hold.after, self.position) if hold.is_returning else hold.after
+
+    def sent_of_topic(self, stream: int) -> int:
+        """Returns the seq up to which the records of this topic, which is held, have left."""
+        after = self._topic_holds[stream].after
+        return max(after, self.position) if stream in self.targets else after
+
     def trial_of(self, item: QueuedRecord) -> AddressHold | None:
         """Removes the trial with `item`, and returns its hold."""
         return self.trying.pop((item[0], item[1].stamp.address), None)

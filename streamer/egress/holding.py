@@ -4,7 +4,6 @@ catch_up.py sends them later.
 the network refuses an address, or nobody listens -> AddressHolds; so do the records behind it in the queue
 an operator has paused the topic                  -> TopicHolds, from the first record that has not left
 a follower reads publishes from our history       -> OwedTopics: those that were held; the pump sends no publish
-retention has deleted records                     -> the first few are dead letters, the rest is reported as a range
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from typing import Final
 
 import structlog
 
-from history.log.log import RetentionLoss
 from history.records.chunk import is_publish
 from streamer.egress.catch_up import Aside, CatchUp
 from streamer.egress.holds import AddressHold, Kind, OwedTopics
 from streamer.egress.paused import Pause, Paused
-from streamer.egress.plans import Plans, items_of
+from streamer.egress.plans import Plans
 from streamer.egress.sender import QueuedRecord, Sender, key_of
 from transports.base import NOT_TRIED
 from uprotocol import attributes as attrs
@@ -28,8 +26,6 @@ from uprotocol.status import Settled, is_nobody_listening
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-# dead letters of records that retention deleted before the peer was back; of more only the range is reported
-PASSED_LETTERS_MAX: Final = 100
 # refusals that concern more than one message, and that a person or time can end
 HELD_CODES: Final = frozenset(
     {
@@ -63,7 +59,6 @@ class Holding:
         self.fresh: set[AddressHold] = set()
         self._fresh_until = 0
         self.heard: set[int] = set()  # streams of which the network has taken a message since the start
-        self.letters_left = PASSED_LETTERS_MAX
 
     # Refused and unheard addresses
 
@@ -362,40 +357,3 @@ class Holding:
         """Forget streams that the log has forgotten."""
         self._plans.forget(streams)
         self.heard.difference_update(streams)
-
-    # Losses of the log
-
-    def passed(self, passed: RetentionLoss, cursor: int) -> None:
-        """Report records that retention deleted and this peer may lack: the first few as dead letters, and the rest as
-        one range."""
-        plans, catch_up = self._plans, self._catch_up
-        items = chain.from_iterable(map(items_of, passed.chunks))
-        lost = [item for item in items if self._still_wants(item[2], item[0])]
-        reported = lost[: self.letters_left]
-        self.letters_left -= len(reported)
-        for item in reported:
-            catch_up.reading.dead(item, UCode.RESOURCE_EXHAUSTED, "the log had to delete it before the peer was back")
-        last = passed.before - 1
-        seen = max((chunk.last_seq for chunk in passed.chunks), default=passed.after)
-        if len(lost) > len(reported) or last > max(seen, plans.read):
-            catch_up.reading.lost(max(passed.after, min(cursor, last)), passed.before)
-        for stream, held in self._topic_holds.items():
-            if held.after < last:
-                self._topic_holds.move(stream, last)
-        for hold in self._address_holds.values():
-            self._address_holds.move(hold, last)
-        catch_up.position = max(catch_up.position, min(last, catch_up.until))
-        plans.read = max(plans.read, last)
-        self._owed.move(last)
-
-    def _still_wants(self, stream: int, seq: int) -> bool:
-        held, catch_up = self._plans.topic_holds.get(stream), self._catch_up
-        if held is not None:
-            return seq > (max(held.after, catch_up.position) if stream in catch_up.targets else held.after)
-        for hold in self._plans.holds_of(stream):
-            if seq > (max(hold.after, catch_up.position) if hold.is_returning else hold.after):
-                return True
-        if seq <= self._plans.read:
-            return False  # it waits in memory, or has left
-        targets, is_open = self._plans.wanted(stream)
-        return is_open or any(seq > target.since for target in targets)

@@ -27,7 +27,8 @@ import structlog
 from history.log.log import Log, RetentionLoss
 from history.records.chunk import Chunk
 from streamer.egress.catch_up import Aside, CatchUp, Reading, loop_time
-from streamer.egress.holding import PASSED_LETTERS_MAX, Holding
+from streamer.egress.expiry import Expiry
+from streamer.egress.holding import Holding
 from streamer.egress.holds import CURSOR_PREFIX, HELD_HOURS, HOLDER, AddressHolds, OwedTopics, TopicHolds
 from streamer.egress.paused import Pause, Paused
 from streamer.egress.plans import SKIP, Plans, items_of
@@ -136,6 +137,7 @@ class Pump:
         self.reading = Reading(self.plans, dead_letters, functools.partial(on_gap, peer, source))
         self.catch_up = CatchUp(self.plans, self.sender, self.aside, self.reading)
         self.holding = Holding(self.plans, self.owed, self.sender, self.aside, self.catch_up)
+        self._expiry = Expiry(self.plans, self.owed, self.catch_up)
         self.owned = OwnedCursor(source, CURSOR_PREFIX + peer.name, absent_ms_max)
         self._turn = asyncio.Lock()  # held by a step, or by a change that has to wait until nothing is in flight
         self.trouble = ""  # why the log can't be read
@@ -400,7 +402,7 @@ class Pump:
             self.retries += 1
         if not sender.is_failing:
             self._active_at = asyncio.get_running_loop().time()
-            holding.letters_left = PASSED_LETTERS_MAX
+            self._expiry.refill()
             if was_failing:
                 self._backoff.reset()
         self.confirm()
@@ -444,7 +446,7 @@ class Pump:
             return result
 
     def _passed(self, passed: RetentionLoss) -> None:
-        self.holding.passed(passed, self.cursor)
+        self._expiry.passed(passed, self.cursor)
         self.sender.wake.set()
 
 

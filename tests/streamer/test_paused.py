@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history.log.log import Log, RetentionLoss
-from streamer.egress import catch_up
+from streamer.egress import catch_up, expiry
 from streamer.egress import paused as pauses
 from streamer.egress import pump as egress
 from streamer.egress.paused import PAUSES_MAX, Pause, Paused
@@ -396,6 +396,38 @@ async def test_records_that_retention_will_remove_are_reported_before_and_when_i
     await world.streamer.paused.resume(SPEED, "cloud")
     await speed.expect(1)
     assert speed.texts == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("is_handed_over", "letters", "expected"),
+    [(True, 2, (2, 5)), (True, 3, (3, 5)), (True, 4, None), (False, 4, (0, 7)), (False, 0, (0, 7))],
+)
+async def test_held_records_that_retention_deletes_are_reported_as_a_range_if_not_as_dead_letters(
+    make_world: MakeWorld,
+    publish: Publish,
+    monkeypatch: pytest.MonkeyPatch,
+    is_handed_over: bool,
+    letters: int,
+    expected: tuple[int, int] | None,
+) -> None:
+    """Others were sent meanwhile, so what waits is far behind the cursor. Retention hands over what it deletes only as
+    far as an allowance reaches."""
+    monkeypatch.setattr(expiry, "PASSED_LETTERS_MAX", letters)
+    world = await make_world(subscriptions=SUBSCRIBED)
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    doors = await world.hear(cloud, DOOR)
+    await world.streamer.paused.pause(SPEED, "cloud")
+    await vehicle.send_batch([publish(SPEED, str(number)) for number in range(4)])
+    await vehicle.send_batch([publish(DOOR, str(number)) for number in range(2)])
+    await doors.expect(2)
+    await quiet(world)
+    (pump,) = [pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable]
+    chunks = list(world.streamer.logs.durable.tail(0)) if is_handed_over else []
+    gaps = list[tuple[int, int]]()
+    pump.reading.on_gap = lambda after, before, _: gaps.append((after, before))
+    pump._passed(RetentionLoss(0, 7, chunks))  # as the log says it
+    assert gaps == ([] if expected is None else [expected])
+    await world.until(lambda: pump.peer.dropped["undeliverable"] == (letters if is_handed_over else 0))
 
 
 # -- who may
