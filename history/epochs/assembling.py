@@ -151,10 +151,10 @@ class Assembler:
                 with_snapshot[key].add(log)
                 if log not in group.known and log not in group.reported_frontiers.parts:
                     is_running = self._is_suspect or key in running
-                    group.begin_log(log, part.keeper, reported, part.active, is_running=is_running)
+                    group.begin_log(log, part.keeper, reported, part.active, None, is_running=is_running)
                     begun.setdefault(key, []).append(reported)
                 elif self._is_suspect:
-                    group.suspect = raised(group.suspect, part.active)
+                    group.doubt_unread(reported, part.active, None)
                 self._merge(group, reported, log, part)
         for key, frontiers in begun.items():
             self._groups[key].doubt_passed(frontiers)
@@ -200,16 +200,16 @@ class Assembler:
             if known is None and (reported.number != 1 or group.reported_frontiers.parts):
                 # the first one read of this log, so it is the snapshot
                 open, is_running = before if reported.number != 1 else (), group.is_running
-                group.begin_log(log, part.keeper, reported, open, is_running=is_running)
+                group.begin_log(log, part.keeper, reported, open, record, is_running=is_running)
             elif known is not None and record.origin is not None and reported.number > known.number + 1:
-                # A gateway on the way was not sent some of it. In the keeper's own log a missing number is that of a
-                # frontier that could not be stored.
+                # a gateway on the way was not sent some of it; in the keeper's own log, a frontier was not stored
+                group.note_missed(reported.kept.missed, record)
                 yield from self._lose(key, group, before | known.active, record)
             elif known is not None and (log in group.known or _went_back(reported, known)):
                 # How the open epochs ended may be in a gap, or in the part that the log has lost.
-                group.suspect = raised(group.suspect, before | known.active)
+                group.doubt_unread(reported, before | known.active, record)
             self._merge(group, reported, log, part)
-            group.note_missed(reported, record)
+            group.note_missed(reported.missed, record)
             for late in reported.late:
                 yield from self._came_late(key, group, time_of(late.time), late.incomplete, record)
             touched[key] = None

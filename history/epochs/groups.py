@@ -485,12 +485,14 @@ class Buckets(GroupEpochs):
 
     def _keep(self, kept: GroupFrontier.Kept) -> None:
         super()._keep(kept)
+        kept.missed.extend(self._may_open_missed)
         kept.newest_ms = max(0, self._newest_ms)
         kept.complete_until_ms = min([self._now_ms, *(since_ms for since_ms, _ in self._causes.values())])
 
     def resume(self, report: GroupFrontier, now: float) -> None:
         super().resume(report, now)
         self._newest_ms = report.kept.newest_ms
+        self._may_open_missed = list(report.kept.missed)
         for seen in self.frontier.seen:
             self.incomplete.setdefault(seen, INTERRUPTED)
 

@@ -354,14 +354,14 @@ class MergedFrontiers:
 
 @dataclass(slots=True)
 class MissedSpan:
-    """Buckets whose messages a keeper may have missed, as the record `by` of its log reports. `next`: the first one
-    that is not reported."""
+    """Buckets whose messages a keeper may have missed, as the record `by` of its log reports; None: the snapshot where
+    reading began, which is not read again. `next`: the first one that is not reported."""
 
     first: int
     last: int
     width: int
     why: str
-    by: Record
+    by: Record | None
     next: int
     left: int = MISSED_EACH_MAX  # buckets that may still be reported
 
@@ -372,6 +372,13 @@ class MissedSpan:
         """Go on to the next bucket, or to the last one if too many were reported."""
         self.left -= 1
         self.next = self.next + self.width if self.left > 1 else max(self.last, self.next + self.width)
+
+    def save(self) -> list[Any]:
+        return [self.first, self.last, self.width, self.why, self.next, self.left]
+
+    @classmethod
+    def restored(cls, first: Any, last: Any, width: Any, why: Any, next: Any, left: Any) -> MissedSpan:
+        return cls(int(first), int(last), max(1, int(width)), str(why), None, int(next), int(left))
 
 
 @dataclass(slots=True)
@@ -420,21 +427,34 @@ class GroupState:
         return bool(self.known or self.reported_frontiers.parts)
 
     def begin_log(
-        self, log: bytes, keeper: KeeperAddress, reported: GroupFrontier, open: Iterable[Time], *, is_running: bool
+        self,
+        log: bytes,
+        keeper: KeeperAddress,
+        reported: GroupFrontier,
+        open: Iterable[Time],
+        by: Record | None,
+        *,
+        is_running: bool,
     ) -> None:
         """Begin to read a log, perhaps not from its first record on. `is_running`: other logs of the group are read
         already. Then `open` epochs are not dropped, but may be incomplete, and a new keeper joins at epochs that are
-        not over."""
+        not over. `by`: as in MissedSpan."""
         passed = passed_unread(reported, self.length, others=is_running)
         self.length = self.length or len(next(iter(passed), ()))
         self.suspect = raised(self.suspect, [*passed, *(open if is_running else ())])
         merged = self.reported_frontiers
+        self.note_missed(reported.kept.missed, by, merged.lower)
         if is_running and merged.lower and not merged.knows(keeper):
             self.floors[log] = merged.lower
         if not is_running:
             self.filter = raised(self.filter, open)
             over = map(time_of, reported.kept.passed)
             self.started = raised(self.started, [*open, *filter(self.has_length, over)])
+
+    def doubt_unread(self, reported: GroupFrontier, open: Iterable[Time], by: Record | None) -> None:
+        """Note that reports of a log before this one were not read. `open`: epochs that were open meanwhile."""
+        self.suspect = raised(self.suspect, open)
+        self.note_missed(reported.kept.missed, by)
 
     def note_begun(self, logs: Set[bytes], is_suspect: bool) -> None:
         """Note that a snapshot of these logs was read. `is_suspect`: it comes after a gap."""
@@ -460,14 +480,19 @@ class GroupState:
         floor = self.floors.get(log)
         return floor is not None and not is_ahead(floor, time)
 
-    def note_missed(self, reported: GroupFrontier, by: Record) -> None:
-        """Note buckets whose messages a keeper may have missed."""
-        for missed in reported.missed:
-            first, last, width = time_of(missed.first), time_of(missed.last), missed.width_ms
-            if width and len(first) == len(last) == self.length == 1 and first <= last:
-                span = MissedSpan(first[0], last[0], width, missed.incomplete, by, first[0])
-                self.missed = [*self.missed[1 - MISSED_SPANS_MAX :], span]
-                self.reported_frontiers.is_settled = False
+    def note_missed(self, spans: Iterable[GroupFrontier.Missed], by: Record | None, lower: Antichain = NOTHING) -> None:
+        """Note buckets whose messages a keeper may have missed. Those that were over by `lower` are not reported."""
+        for missed in spans:
+            times, width, why = (time_of(missed.first), time_of(missed.last)), missed.width_ms, missed.incomplete
+            if not width or {*map(len, times)} != {1} or self.length != 1 or times[0] > times[1]:
+                continue
+            (first,), (last,) = times
+            if any((one.first, one.last, one.why) == (first, last, why) for one in self.missed):
+                continue
+            over = max((low - first for (low,) in lower if low > first), default=0)
+            span = MissedSpan(first, last, width, why, by, first + -(-over // width) * width)
+            self.missed = [*self.missed[1 - MISSED_SPANS_MAX :], span]
+            self.reported_frontiers.is_settled = False
 
     def note_late(self, time: Time, why: str, by: Record) -> None:
         """Note that records of an epoch that is not delivered came late."""
@@ -512,7 +537,7 @@ class GroupState:
     def reports_not_over(self) -> Iterator[Record]:
         """Yields the records that report epochs as incomplete that are not over."""
         yield from (by for _, by in self.late.values())
-        yield from (span.by for span in self.missed)
+        yield from (span.by for span in self.missed if span.by is not None)
 
     def is_rest(self, time: Time) -> bool:
         return time in self.finished and self.redelivered.get(time, REST) == REST
@@ -584,6 +609,7 @@ class GroupState:
             "reasons": sorted((time, why) for time, why in open.items() if why not in ("", REST)),
             "finished": self.finished.spans,
             "reported": list(self.reported),
+            "missed": [one.save() for one in self.missed if one.by is None],
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -603,10 +629,11 @@ class GroupState:
         self.redelivered = {time: reasons.get(time, "") for time in self.open}
         self.finished = Spans((restored_time(first), restored_time(last)) for first, last in saved["finished"])
         self.reported = dict.fromkeys(map(restored_time, saved["reported"]))
+        self.missed = [MissedSpan.restored(*one) for one in saved.get("missed", ())]
         ends = itertools.chain.from_iterable(self.finished.spans)
         floors = itertools.chain.from_iterable(self.floors.values())
         times = [*self.filter, *self.suspect, *self.started, *self.delivered, *self.open, *self.reported]
-        times += [*ends, *floors]
+        times += [*ends, *floors, *((span.first,) for span in self.missed)]
         self.length = next(map(len, times), self.length)
         if {len(time) for time in times} - {self.length}:
             raise ValueError("times of one group have one length")

@@ -21,7 +21,7 @@ from tests.history.test_epochs import DICE, LOG, OTHER_LOG, SECOND, FakeLog, arr
 from tests.history.test_epochs_whole import FRONTIERS, SIGNALS, START_MS, inline, message
 from tests.history.world import virtually
 from uprotocol import uri as uris
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, Frontier, GroupFrontier
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, Frontier, GroupFrontier, LogicalTime
 from uprotocol.message import UMessageBuilder
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -581,3 +581,82 @@ def test_a_beginning_of_another_gateway_loses_what_is_open() -> None:
     assert times(reader.take([vehicle.data((1,)), vehicle.frontier([(1,)], [(1,)]), begun], 0.0)) == [
         ((1,), BEGUN_THERE)
     ]
+
+
+# -- what was reported before a reader begins
+
+
+def kept(record: Record, *, missed: Sequence[tuple[int, int]] = (), passed: Sequence[int] = ()) -> Record:
+    """Returns the frontier with what a gateway adds for a reader that begins there."""
+    frontier = Frontier.FromString(record.message.payload)
+    (group,) = frontier.groups
+    group.kept.passed.extend(LogicalTime(numbers=[time]) for time in passed)
+    for first, last in missed:
+        span = group.kept.missed.add(width_ms=1, incomplete="away")
+        span.first.numbers.append(first)
+        span.last.numbers.append(last)
+    record.message.payload = frontier.SerializeToString()
+    return record
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_who_begins_after_a_report_hears_of_the_missed_buckets_that_are_not_over(restarts: bool) -> None:
+    one, other, reader = SourceLog(LOG), SourceLog(OTHER_LOG, "trailer"), Assembler(timeout_s=10)
+    begin = kept(one.frontier([(3,)], [], 9), missed=[(1, 6)], passed=[2]), other.frontier([(1,)], [], 9)
+    reader.begin(begin, 0.0)
+    over = one.frontier([(9,)], [])
+    assert reader.take([over], 0.0) == [], "the other log may bring more of them"
+    if restarts:
+        reader, _ = restarted(reader, one)
+        reader.begin([over, begin[1]], 0.0)
+    came = [other.data((2,)), other.data((4,)), other.data((5,)), other.data((7,)), other.frontier([(9,)], [])]
+    handed = reader.take(came, 0.0)
+    assert times(handed) == [((2,), "away"), ((3,), "away"), ((4,), "away"), ((5,), "away"), ((6,), "away"), ((7,), "")]
+    assert [len(epoch.records) for epoch in handed] == [1, 0, 1, 1, 0, 1], "1 was over, and nothing came of it"
+
+
+def test_who_reads_the_report_hears_of_missed_buckets_once() -> None:
+    source, reader = SourceLog(), Assembler()
+    begin = kept(source.frontier([(1,)], [], 9), missed=[(3, 4)])
+    reader.begin([begin], 0.0)
+    reader.lose()
+    again = kept(source.frontier([(2,)], []), missed=[(3, 4), (5, 5)])
+    reader.begin([again], 0.0)
+    handed = reader.take([kept(source.missed((4,), 6, 6), missed=[(3, 4), (5, 5), (6, 6)])], 0.0)
+    handed += reader.take([source.frontier([(9,)], [])], 0.0)
+    assert times(handed) == [((time,), "away") for time in (3, 4, 5, 6)]
+
+
+def test_who_begins_after_two_restarts_hears_what_was_missed_at_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway itself knows it, too, when a record opens one of these buckets."""
+    monkeypatch.setattr(asyncio, "to_thread", inline)
+
+    async def go() -> None:
+        gateway = Gateway(await Log.open(None, name="log"))
+        await gateway.start()
+        await gateway.take(0)
+        for until_ms in (2_500, 5_100):
+            gateway.keeper.close()
+            gateway.now_ms = START_MS + until_ms
+            await gateway.start()
+            gateway.keeper.listening()
+            begun = len(await gateway.records())
+            gateway.now_ms += 700
+            await gateway.take(1_100)
+        await gateway.take(2_500, 4_500)
+        gateway.now_ms = START_MS + 8_000
+        await gateway.take(6_500)
+        await gateway.take(8_000)
+        records = await gateway.records()
+        reader = Assembler(SIGNALS)
+        reader.begin(records[begun - 1 : begun], 0.0)
+        read = {(time[0] - START_MS) // 1_000: why for time, why in times(reader.take(records[begun:], 0.0))}
+        assert [second for second, why in read.items() if "the gateway was not running" in why] == [2, 3, 4, 5]
+        assert read[6] == ""
+        frontiers = [one for one in records[begun:] if one.message.attributes.source == FRONTIERS]
+        ended = [one for each in frontiers for one in Frontier.FromString(each.message.payload).groups[0].ended]
+        assert "the gateway was not running" in seconds(ended)[2]
+        gateway.keeper.close()
+        await gateway.log.close()
+
+    virtually(go(), 1)

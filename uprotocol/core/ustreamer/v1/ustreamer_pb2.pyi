@@ -916,7 +916,7 @@ class GroupFrontier(_message.Message):
 
     @_typing.final
     class Kept(_message.Message):
-        """What the keeper needs to go on after a restart."""
+        """What the keeper needs to go on after a restart, and a reader who begins here."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -988,6 +988,7 @@ class GroupFrontier(_message.Message):
         FLOOR_FIELD_NUMBER: _builtins.int
         NEWEST_MS_FIELD_NUMBER: _builtins.int
         COMPLETE_UNTIL_MS_FIELD_NUMBER: _builtins.int
+        MISSED_FIELD_NUMBER: _builtins.int
         kind: _builtins.str
         newest_ms: _builtins.int
         """of buckets: the latest time of an id, Unix milliseconds"""
@@ -1007,6 +1008,10 @@ class GroupFrontier(_message.Message):
         def floor(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogicalTime]:
             """the last lower frontier that was not empty"""
 
+        @_builtins.property
+        def missed(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupFrontier.Missed]:
+            """of buckets: those that are not over. Who begins to read here has not read the report of them"""
+
         def __init__(
             self,
             *,
@@ -1018,10 +1023,11 @@ class GroupFrontier(_message.Message):
             floor: _abc.Iterable[Global___LogicalTime] | None = ...,
             newest_ms: _builtins.int = ...,
             complete_until_ms: _builtins.int = ...,
+            missed: _abc.Iterable[Global___GroupFrontier.Missed] | None = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["complete_until_ms", b"complete_until_ms", "floor", b"floor", "held", b"held", "incomplete", b"incomplete", "kind", b"kind", "newest_ms", b"newest_ms", "passed", b"passed", "seen", b"seen"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["complete_until_ms", b"complete_until_ms", "floor", b"floor", "held", b"held", "incomplete", b"incomplete", "kind", b"kind", "missed", b"missed", "newest_ms", b"newest_ms", "passed", b"passed", "seen", b"seen"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
