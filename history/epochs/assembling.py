@@ -203,7 +203,7 @@ class Assembler:
                 group.begin_log(log, part.keeper, reported, open, record, is_running=is_running)
             elif known is not None and record.origin is not None and reported.number > known.number + 1:
                 # a gateway on the way was not sent some of it; in the keeper's own log, a frontier was not stored
-                group.note_missed(reported.kept.missed, record)
+                group.doubt_unread(reported, (), record)
                 yield from self._lose(key, group, before | known.active, record)
             elif known is not None and (log in group.known or _went_back(reported, known)):
                 # How the open epochs ended may be in a gap, or in the part that the log has lost.

@@ -485,6 +485,9 @@ class Buckets(GroupEpochs):
 
     def _keep(self, kept: GroupFrontier.Kept) -> None:
         super()._keep(kept)
+        if self.frontier.held:  # all buckets below the lowest are over, those without a record too
+            del kept.passed[:]
+            kept.passed.append(wire_time((self._lowest - self._width,)))
         kept.missed.extend(self._may_open_missed)
         kept.newest_ms = max(0, self._newest_ms)
         kept.complete_until_ms = min([self._now_ms, *(since_ms for since_ms, _ in self._causes.values())])

@@ -453,7 +453,7 @@ class GroupState:
 
     def doubt_unread(self, reported: GroupFrontier, open: Iterable[Time], by: Record | None) -> None:
         """Note that reports of a log before this one were not read. `open`: epochs that were open meanwhile."""
-        self.suspect = raised(self.suspect, open)
+        self.suspect = raised(self.suspect, [*open, *passed_unread(reported, self.length, others=True)])
         self.note_missed(reported.kept.missed, by)
 
     def note_begun(self, logs: Set[bytes], is_suspect: bool) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,7 @@ from history.epochs.keeper import Keeper
 from history.epochs.merging import MISSED_EACH_MAX, REST
 from history.log.log import Log
 from history.reading.acceptor import Record
+from history.records.chunk import Origin
 from tests.history.test_epochs import DICE, LOG, OTHER_LOG, SECOND, FakeLog, arrived, at, reborn, times
 from tests.history.test_epochs_whole import FRONTIERS, SIGNALS, START_MS, inline, message
 from tests.history.world import virtually
@@ -625,6 +627,36 @@ def test_who_reads_the_report_hears_of_missed_buckets_once() -> None:
     handed = reader.take([kept(source.missed((4,), 6, 6), missed=[(3, 4), (5, 5), (6, 6)])], 0.0)
     handed += reader.take([source.frontier([(9,)], [])], 0.0)
     assert times(handed) == [((time,), "away") for time in (3, 4, 5, 6)]
+
+
+@pytest.mark.parametrize("how", ["a gap", "a gap with the snapshot", "not followed"])
+def test_what_was_over_at_a_keeper_when_its_frontiers_were_not_read_is_not_whole_by_what_another_one_has(
+    how: str,
+) -> None:
+    one, other, reader = SourceLog(LOG), SourceLog(OTHER_LOG, "trailer"), Assembler()
+    there = Origin(LOG, 1) if how == "not followed" else None
+    begin = replace(one.frontier([(2,)], [], 9), origin=there), other.frontier([(2,)], [], 9)
+    reader.begin(begin, 0.0)
+    later = replace(kept(one.frontier([(6,)], [], 20), missed=[(6, 7)], passed=[5]), origin=there)
+    if how != "not followed":
+        reader.lose()
+        reader.begin([] if how == "a gap with the snapshot" else [later, begin[1]], 0.0)
+    came = [other.data((4,)), other.data((6,)), other.data((8,)), other.frontier([(9,)], [])]
+    handed = reader.take([later, *came, replace(one.frontier([(9,)], [], 21), origin=there)], 0.0)
+    assert times(handed) == [((4,), MISSED), ((6,), "away"), ((7,), "away"), ((8,), "")]
+
+
+def test_all_buckets_below_the_lowest_are_over_those_without_a_record_too() -> None:
+    """A reader that begins later has not read what was reported of them."""
+    watch = Watch()
+    watch.take((SIGNALS[0], 0))
+    watch.at(1_500)
+    watch.report()
+    watch.at(30_000)
+    watch.take((SIGNALS[0], 30_000))
+    report = watch.report()
+    (lower,), (passed,) = report.lower, report.kept.passed
+    assert passed.numbers[0] == lower.numbers[0] - 1_000
 
 
 def test_who_begins_after_two_restarts_hears_what_was_missed_at_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
