@@ -286,7 +286,7 @@ def _joins_anywhere() -> Patches:
         return passed_unread(report, length)
 
     return [
-        (GroupState, "joined", lambda self, log, time: False),
+        (GroupState, "joined", lambda self, keeper, time: False),
         (merging, "passed_unread", of_one_keeper),
     ]
 

@@ -145,13 +145,13 @@ class Assembler:
         """Begin to read, at the start and after each gap. `snapshot`: the frontiers where the next records begin."""
         running = {key for key, group in self._groups.items() if group.is_running}
         begun, with_snapshot = dict[GroupKey, list[GroupFrontier]](), defaultdict[GroupKey, set[bytes]](set)
-        for record in sorted(snapshot, key=lambda one: one.seq):
+        for record in self._table.in_order(snapshot):
             log = first_log(record)
             for key, group, reported, part in self._table.read(record, now):
                 with_snapshot[key].add(log)
                 if log not in group.known and log not in group.reported_frontiers.parts:
                     is_running = self._is_suspect or key in running
-                    group.begin_log(log, part.keeper, reported, part.active, None, is_running=is_running)
+                    group.begin_log(part.keeper, reported, part.active, None, is_running=is_running)
                     begun.setdefault(key, []).append(reported)
                 elif self._is_suspect:
                     group.doubt_unread(reported, part.active, None)
@@ -200,7 +200,7 @@ class Assembler:
             if known is None and (reported.number != 1 or group.reported_frontiers.parts):
                 # the first one read of this log, so it is the snapshot
                 open, is_running = before if reported.number != 1 else (), group.is_running
-                group.begin_log(log, part.keeper, reported, open, record, is_running=is_running)
+                group.begin_log(part.keeper, reported, open, record, is_running=is_running)
             elif known is not None and record.origin is not None and reported.number > known.number + 1:
                 # a gateway on the way was not sent some of it; in the keeper's own log, a frontier was not stored
                 group.doubt_unread(reported, (), record)
@@ -304,8 +304,8 @@ class Assembler:
                 return []
             self._count_incomplete()
             return [Assembled(epoch, [record], ODD, key[1])]
-        joins = part is None and bool(merged.parts) and group.is_rest(time)
-        if (joins or group.joined(log, time)) and self._filter == "atomic":
+        joins = bool(merged.parts) and group.is_rest(time) if part is None else group.joined(part.keeper, time)
+        if joins and self._filter == "atomic":
             self.dropped["filtered"] += 1
             return []
         if group.was_delivered(time, record):

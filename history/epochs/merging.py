@@ -253,6 +253,15 @@ class MergedFrontiers:
         """Returns whether logs of the keeper are merged, or waited for."""
         return keeper in self._keepers or keeper in self._expected.values()
 
+    def may_bring(self, keeper: KeeperAddress, floor: Antichain) -> bool:
+        """Returns whether a log of the keeper, perhaps one that has not reported, may bring times that `floor` has
+        passed."""
+        if keeper not in self._keepers:
+            return self.knows(keeper)
+        parts = self._keepers[keeper].parts
+        are_beyond = all(is_ahead(floor, time) for part in parts.values() for time in part.lower)
+        return not are_beyond or any(not part.logs <= parts.keys() for part in parts.values())
+
     def expect(self, log: bytes, now: float) -> None:
         """Forget what the log has reported, and wait until its keeper reports again, which is a snapshot."""
         keeper = self.parts[log].keeper
@@ -398,9 +407,9 @@ class GroupState:
     filter: Antichain = NOTHING  # epochs that had begun before we read
     suspect: Antichain = NOTHING  # epochs that are covered by these, and not over, may have records in a gap
     started: Antichain = NOTHING  # epochs up to these had begun, or were over, when reading started
-    # By log that was read only when others were already: the lower frontier at that time. Its records of other times
-    # are dropped: their epochs are delivered, or were over.
-    floors: dict[bytes, Antichain] = field(default_factory=dict)
+    # By keeper that was read only when others were already: the lower frontier at that time. The records of other times
+    # in all of its logs are dropped: their epochs are delivered, or were over.
+    floors: dict[KeeperAddress, Antichain] = field(default_factory=dict)
     missed: list[MissedSpan] = field(default_factory=list)  # buckets that are not over
     # undelivered epochs whose records came too late: the reason for the reader, and the frontier that reported it
     late: dict[Time, tuple[str, Record]] = field(default_factory=dict)
@@ -428,7 +437,6 @@ class GroupState:
 
     def begin_log(
         self,
-        log: bytes,
         keeper: KeeperAddress,
         reported: GroupFrontier,
         open: Iterable[Time],
@@ -445,7 +453,7 @@ class GroupState:
         merged = self.reported_frontiers
         self.note_missed(reported.kept.missed, by, merged.lower)
         if is_running and merged.lower and not merged.knows(keeper):
-            self.floors[log] = merged.lower
+            self.floors[keeper] = merged.lower
         if not is_running:
             self.filter = raised(self.filter, open)
             over = map(time_of, reported.kept.passed)
@@ -475,9 +483,9 @@ class GroupState:
             passed = (passed_unread(one, self.length, others=True) for one in frontiers)
             self.suspect = raised(self.suspect, itertools.chain.from_iterable(passed))
 
-    def joined(self, log: bytes, time: Time) -> bool:
-        """Returns whether the epoch was over before this log was read."""
-        floor = self.floors.get(log)
+    def joined(self, keeper: KeeperAddress, time: Time) -> bool:
+        """Returns whether the epoch was over before this keeper was read."""
+        floor = self.floors.get(keeper)
         return floor is not None and not is_ahead(floor, time)
 
     def note_missed(self, spans: Iterable[GroupFrontier.Missed], by: Record | None, lower: Antichain = NOTHING) -> None:
@@ -529,10 +537,8 @@ class GroupState:
     def forget_missed(self) -> None:
         """Forget buckets that are over, and floors that nothing is below any more."""
         self.missed = [span for span in self.missed if span.next <= span.last]
-        for log in [*self.floors]:
-            part = self.reported_frontiers.parts.get(log)
-            if part is None or all(is_ahead(self.floors[log], time) for time in part.lower):
-                del self.floors[log]
+        may_bring = self.reported_frontiers.may_bring
+        self.floors = {keeper: floor for keeper, floor in self.floors.items() if may_bring(keeper, floor)}
 
     def reports_not_over(self) -> Iterator[Record]:
         """Yields the records that report epochs as incomplete that are not over."""
@@ -601,7 +607,7 @@ class GroupState:
             "filter": sorted(self.filter),
             "suspect": sorted(self.suspect),
             "started": sorted(self.started),
-            "floors": [[log.hex(), sorted(floor)] for log, floor in sorted(self.floors.items())],
+            "joined": [[*keeper, sorted(floor)] for keeper, floor in sorted(self.floors.items())],
             "logs": sorted(log.hex() for log in self.reported_frontiers.parts or self.known),
             "delivered": [[time, {log.hex(): seq for log, seq in last.items()}] for time, last in delivered.items()],
             "open": sorted(open),
@@ -617,7 +623,10 @@ class GroupState:
         self.filter = maximal([*self.filter, *map(restored_time, saved["filter"])])
         self.suspect = maximal(map(restored_time, saved["suspect"]))
         self.started = maximal(map(restored_time, saved.get("started", ())))
-        self.floors = {bytes.fromhex(log): minimal(map(restored_time, floor)) for log, floor in saved.get("floors", ())}
+        self.floors = {
+            (str(authority), int(entity)): minimal(map(restored_time, floor))
+            for authority, entity, floor in saved.get("joined", ())
+        }
         self.known = {bytes.fromhex(log) for log in saved["logs"]}
         self.delivered = {
             restored_time(time): {bytes.fromhex(log): int(seq) for log, seq in last.items()}
@@ -676,6 +685,11 @@ class GroupTable:
             return name, None
         known = self._keepers.get(first_log(record), {}).get(name)
         return name, known or self._keepers.get(record.incarnation, {}).get(name)
+
+    def in_order(self, snapshot: Iterable[Record]) -> list[Record]:
+        """Returns known logs first: a keeper that has one of them was read before, and does not join by a new log."""
+        known = {log for one in self.groups.values() for log in (*one.known, *one.reported_frontiers.parts)}
+        return sorted(snapshot, key=lambda one: (first_log(one) not in known, one.seq))
 
     def read(self, record: Record, now: float) -> Iterator[tuple[GroupKey, GroupState, GroupFrontier, LogFrontier]]:
         """Yields each group that a record of frontiers names."""

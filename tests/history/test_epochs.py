@@ -752,6 +752,7 @@ class FakeLog:
 
     def __init__(self, log: bytes = LOG, keeper: str = "gateway") -> None:
         self.log, self.topic, self.seq, self.version = log, at(keeper, 0x8005), 0, 0
+        self.logs = [log]  # of its keeper
 
     def data(self, time: Time, topic: UUri = SIGNALS[0]) -> Record:
         self.seq += 1
@@ -759,7 +760,7 @@ class FakeLog:
 
     def frontier(self, lower: Sequence[Time], active: Sequence[Time], number: int = 0, **more: object) -> Record:
         self.seq, self.version = self.seq + 1, self.version + 1
-        group = GroupFrontier(group="second", number=number or self.version, version=self.version, logs=[self.log])
+        group = GroupFrontier(group="second", number=number or self.version, version=self.version, logs=self.logs)
         group.lower.extend(LogicalTime(numbers=time) for time in lower)
         group.active.extend(LogicalTime(numbers=time) for time in active)
         said = Frontier(groups=[group])

@@ -529,6 +529,57 @@ def test_a_keeper_that_is_read_later_joins_at_epochs_that_are_not_over() -> None
     assert fourth.keepers == {("gateway", 4), ("trailer", 4)}
 
 
+@pytest.mark.parametrize("between", ["nothing", "a restart", "a silence"])
+@pytest.mark.parametrize("number", [1, 5])
+def test_all_logs_of_a_keeper_join_at_the_same_epochs(between: str, number: int) -> None:
+    """A follower takes all of a gateway's log on disk before that in memory."""
+    one, disk, memory = FakeLog(LOG), FakeLog(OTHER_LOG, "trailer"), FakeLog(b"C" * 16, "trailer")
+    disk.logs = memory.logs = [disk.log, memory.log]
+    reader, now = Assembler(timeout_s=10), 0.0
+    reader.begin([one.frontier([(1,)], [], 9)], now)
+    came = [one.data((1,)), one.data((6,)), one.frontier([(4,)], [(6,)])]
+    assert times(reader.take(came, now)) == [((1,), "")]
+    joins = [disk.frontier([(1,)], [], number), disk.data((1,)), disk.data((3,)), disk.data((6,))]
+    joins.append(disk.frontier([(9,)], [], number + 1))
+    assert reader.take(joins, now) == []
+    assert reader.dropped["filtered"] == 2
+    if between == "a restart":
+        reader = reborn(reader, one)
+        reader.begin([came[2], joins[-1]], now)
+        assert reader.take([came[1], joins[3]], now) == []
+    elif between == "a silence":
+        now = 9.0
+        assert reader.take([one.frontier([(8,)], []), disk.frontier([(9,)], [], number + 2)], now) == []
+        assert times(reader.overdue(11.0)) == [((6,), "one of its logs has reported nothing for 10 s")]
+    reader.dropped.clear()
+    joins = [memory.frontier([(1,)], [], number), *(memory.data((second,)) for second in (1, 3, 6))]
+    joins += [memory.frontier([(9,)], [], number + 1), one.frontier([(9,)], [])]
+    assert times(reader.take(joins, now)) == [((6,), REST if between == "a silence" else "")]
+    assert reader.dropped["filtered"] == 2, "1 and 3 were over: these are parts of them"
+    came = [log.data((12,)) for log in (one, disk, memory)]
+    (last,) = reader.take([*came, *(log.frontier([(13,)], [], 60) for log in (one, disk, memory))], now)
+    assert (times([last]), len(last.records)) == ([((12,), "")], 3)
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations((1, 2, 3))])
+@pytest.mark.parametrize("is_suspect", [False, True])
+def test_a_new_log_of_a_keeper_that_was_read_before_a_restart_joins_nothing(
+    is_suspect: bool, order: tuple[int, int, int]
+) -> None:
+    one, disk, memory = FakeLog(LOG), FakeLog(OTHER_LOG, "trailer"), FakeLog(b"C" * 16, "trailer")
+    reader = Assembler()
+    reader.begin([one.frontier([(1,)], [], 9), disk.frontier([(1,)], [], 9)], 0.0)
+    reader = reborn(reader, one)
+    if is_suspect:
+        reader.lose()
+    disk.logs = memory.logs = [disk.log, memory.log]
+    one.seq, disk.seq, memory.seq = order
+    reader.begin([one.frontier([(9,)], [], 19), disk.frontier([(5,)], [], 19), memory.frontier([(5,)], [], 7)], 0.0)
+    came = [disk.data((6,)), memory.data((6,)), disk.frontier([(9,)], []), memory.frontier([(9,)], [])]
+    (sixth,) = reader.take(came, 0.0)
+    assert (times([sixth]), len(sixth.records)) == ([((6,), "")], 2)
+
+
 def test_what_was_over_at_a_keeper_before_it_was_read_is_not_whole_by_what_another_one_has() -> None:
     one, other, reader = SourceLog(LOG), SourceLog(OTHER_LOG, "trailer"), Assembler()
     reader.begin([one.frontier([(1,)], [], 9)], 0.0)
