@@ -27,7 +27,6 @@ from history.epochs.frontier import (
     is_ahead,
     is_covered,
     maximal,
-    not_passed,
     raised,
     time_of,
 )
@@ -342,8 +341,7 @@ class Assembler:
         merged = group.reported_frontiers
         if merged.is_settled or not merged.is_whole:
             return []
-        merged.is_settled, lower = True, merged.lower
-        group.filter = raised(not_passed(group.filter, lower), self._beyond.get(key[0], NOTHING))
+        merged.is_settled = True
         empty = group.take_empty()
         silent = {time: merged.missing(time) for time in group.pending if merged.is_over(time)}
         why, ready = f"has reported nothing for {self._timeout_s} s", list[Assembled]()
@@ -352,11 +350,7 @@ class Assembler:
                 ready.append(self._report_empty(key, group, time, empty[time]))
             else:
                 ready.append(self._deliver(key, group, time, silent[time] and f"{silent[time]} {why}"))
-        group.forget_missed()
-        if not self._is_suspect:
-            group.suspect = not_passed(group.suspect, lower)
-        for time in [time for time in group.incomplete if time not in group.pending and not is_ahead(lower, time)]:
-            del group.incomplete[time]
+        group.forget_over(self._beyond.get(key[0], NOTHING), is_suspect=self._is_suspect)
         return ready
 
     def _deliver(self, key: GroupKey, group: GroupState, time: Time, why: str = "") -> Assembled:

@@ -33,6 +33,7 @@ from history.epochs.frontier import (
     is_covered,
     maximal,
     minimal,
+    not_passed,
     precedes,
     raised,
     time_of,
@@ -159,6 +160,12 @@ class MergedFrontiers:
 
     def is_over(self, time: Time) -> bool:
         return not is_ahead(self.lower, time) and not any(self._keepers[one].is_behind(time) for one in self._behind)
+
+    def not_passed(self, times: Antichain) -> Antichain:
+        """Returns those of the times up to which a log may still bring records, also a silent or an unheard one."""
+        lower, silent = self.lower, self._silent.values()
+        may_come = (is_ahead(lower, one) or any(is_ahead(part.lower, one) for part in silent) for one in times)
+        return times if self.unheard else frozenset(itertools.compress(times, may_come))
 
     def missing(self, time: Time) -> str:
         """Returns which silent logs might bring more of a time that is over; empty: none."""
@@ -534,11 +541,19 @@ class GroupState:
                     found.setdefault(time, span.why)
         return found
 
-    def forget_missed(self) -> None:
-        """Forget buckets that are over, and floors that nothing is below any more."""
+    def forget_over(self, beyond: Antichain, *, is_suspect: bool) -> None:
+        """Forget what concerns only epochs that are over, and filter those up to `beyond`. `is_suspect`: there was a
+        gap, and no snapshot since."""
+        merged = self.reported_frontiers
+        filter = not_passed(self.filter, merged.lower)
+        # a silent log may bring what is filtered no longer: a part of it, since its beginning was not read
+        suspect = raised(self.suspect, merged.not_passed(self.filter - filter))
+        self.suspect = suspect if is_suspect else merged.not_passed(suspect)
+        self.filter = raised(filter, beyond)
         self.missed = [span for span in self.missed if span.next <= span.last]
-        may_bring = self.reported_frontiers.may_bring
-        self.floors = {keeper: floor for keeper, floor in self.floors.items() if may_bring(keeper, floor)}
+        self.floors = {keeper: floor for keeper, floor in self.floors.items() if merged.may_bring(keeper, floor)}
+        for time in [time for time in self.incomplete if time not in self.pending and not is_ahead(merged.lower, time)]:
+            del self.incomplete[time]
 
     def reports_not_over(self) -> Iterator[Record]:
         """Yields the records that report epochs as incomplete that are not over."""

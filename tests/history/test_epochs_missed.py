@@ -626,6 +626,31 @@ def test_the_rest_of_an_epoch_comes_only_after_a_silence() -> None:
     assert len(next(epoch for epoch in handed if epoch.epoch is not None and epoch.epoch.time == (32,)).records) == 2
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("of_one_keeper", [False, True])
+def test_what_had_begun_before_reading_is_not_whole_by_what_a_silent_log_brings_later(
+    of_one_keeper: bool, restarts: bool
+) -> None:
+    """It reports only later, or it has reported and then nothing for long."""
+    one, other = FakeLog(LOG), FakeLog(OTHER_LOG, "gateway" if of_one_keeper else "trailer")
+    reader, begins = Assembler(timeout_s=10), other.frontier([(5,)], [(5,)], 1 if of_one_keeper else 9)
+    if of_one_keeper:
+        one.logs = other.logs = [LOG, OTHER_LOG]
+    reader.begin([one.frontier([(5,)], [(5,)], 9), *([] if of_one_keeper else [begins])], 0.0)
+    newest = one.frontier([(7,)], [])
+    (sixth,) = [*reader.take([one.data((5,)), one.data((6,)), newest], 5.0), *reader.overdue(11.0)]
+    assert times([sixth])[0][0] == (6,)
+    if restarts:
+        reader = reborn(reader, one)
+        reader.begin([newest, *([] if of_one_keeper else [begins])], 12.0)
+    came = [*([begins] if of_one_keeper else []), other.data((5,)), other.data((7,)), other.frontier([(9,)], [])]
+    other.version = one.version
+    assert times(reader.take([*came, one.frontier([(9,)], []), other.frontier([(9,)], [])], 12.0)) == [
+        ((5,), MISSED),
+        ((7,), ""),
+    ]
+
+
 def test_a_beginning_of_another_gateway_loses_what_is_open() -> None:
     vehicle, reader = SourceLog(LOG, "vehicle"), Assembler([SIGNALS[0]])
     reader.begin([vehicle.frontier([(1,)], [], 9)], 0.0)
