@@ -444,12 +444,12 @@ class Assembler:
 def _through(record: Record, beginning: Beginning, group: GroupState) -> list[tuple[bytes, LogFrontier]]:
     """Returns the logs, with their last report, whose records come through the gateway that published `beginning`: not
     what it keeps itself, and, if it is another one than that which we read from, not what that one keeps."""
-    follower = record.message.attributes.source.authority_name
-    direct = record.incarnation if record.origin is not None else b""
+    follower, parts = record.message.attributes.source.authority_name, group.reported_frontiers.parts
+    direct = [part.keeper for log, part in parts.items() if record.origin is not None and log == record.incarnation]
     return [
         (log, part)
-        for log, part in group.reported_frontiers.parts.items()
-        if part.keeper[0] != follower and log != direct and concerns(beginning, part.keeper[0])
+        for log, part in parts.items()
+        if part.keeper[0] != follower and part.keeper not in direct and concerns(beginning, part.keeper[0])
     ]
 
 

@@ -651,6 +651,20 @@ def test_what_had_begun_before_reading_is_not_whole_by_what_a_silent_log_brings_
     ]
 
 
+def test_a_beginning_of_a_gateway_behind_the_one_that_is_read_loses_nothing_of_that_one() -> None:
+    """Two gateways follow each other, so what the other one begins is in the log on disk, too."""
+    disk, memory, reader = FakeLog(LOG, "vehicle"), FakeLog(OTHER_LOG, "vehicle"), Assembler([SIGNALS[0]])
+    disk.logs = memory.logs = [LOG, OTHER_LOG]
+    reader.begin([disk.frontier([(1,)], [], 9), memory.frontier([(1,)], [], 9)], 0.0)
+    said = Beginning(topics=[uris.uri("*", 0xFFFF0004, 1, 0x8005), SIGNALS[0]], service=at("vehicle"))
+    sent = UMessageBuilder.publish(at("hub", 0x8006)).pack(said)
+    begun = Record(LOG, 50, 0, 0, sent, Origin(b"C" * 16, 7))
+    disk.seq = 50
+    came = [log.frontier([(1,)], [(1,)]) for log in (disk, memory)] + [disk.data((1,)), begun, memory.data((1,))]
+    (first,) = reader.take([*came, disk.frontier([(2,)], []), memory.frontier([(2,)], [])], 0.0)
+    assert (times([first]), len(first.records)) == ([((1,), "")], 2)
+
+
 def test_a_beginning_of_another_gateway_loses_what_is_open() -> None:
     vehicle, reader = SourceLog(LOG, "vehicle"), Assembler([SIGNALS[0]])
     reader.begin([vehicle.frontier([(1,)], [], 9)], 0.0)
