@@ -368,7 +368,8 @@ class EpochsChecker:
                 had[one.epoch] = had.get(one.epoch, "") or one.incomplete
         # a report that records came late may be of a bucket from before the reader, or before a clock that was set back
         begins = [epoch.time[0] for epoch, why in had.items() if epoch.group == "signals" and "too late" not in why]
-        oldest = min(begins, default=math.inf) if self._reads_all(reader) else math.inf  # later ones are owed to it
+        oldest = min(begins, default=math.inf) if self._reads_all(reader) else math.inf  # later ones are owed to it,
+        newest = max(begins, default=0) if self._world.checker.clock_was_set_back else math.inf  # if they can be over
         for down_ms, up_ms, newest_ms in self._world.machines["V"].absences():
             was_over = newest_ms // self.width_ms * self.width_ms  # buckets before it: the clock was set back since
             first, last = (ms // self.width_ms * self.width_ms for ms in (down_ms, up_ms))
@@ -377,7 +378,7 @@ class EpochsChecker:
                 if had.get(epoch, "incomplete") == "":
                     what = f"{reader.name}: {epoch}, and its gateway did not run from {down_ms} to {up_ms}"
                     self._fail("a missed bucket as whole", what)
-                elif epoch not in had and begin > oldest and begin >= was_over and not self._is_beyond(begin):
+                elif epoch not in had and oldest < begin < newest and begin >= was_over and not self._is_beyond(begin):
                     self._fail("a missed bucket is not reported", f"{reader.name}: {epoch} of {down_ms} to {up_ms}")
 
     def _is_beyond(self, begin: int) -> bool:
