@@ -20,6 +20,7 @@ from campaigns.chaos.processes import MOSQUITTO, ChaosError
 from campaigns.chaos.world import World
 
 PAUSE_S_MAX: Final = 0.8  # between two faults
+EPOCHS_BEGIN_S: Final = 30.0  # until the first epoch is read, before any fault
 
 
 def no_mosquitto() -> str:
@@ -199,6 +200,7 @@ def run(name: str, seed: int, seconds: float, folder: Path) -> Verdict:
         world.build()
         phase("build")
         world.talk()
+        world.await_epochs(EPOCHS_BEGIN_S)
         _hurt(world, time.monotonic() + seconds)
         heal(world)
         phase("faults")

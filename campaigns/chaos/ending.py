@@ -147,17 +147,15 @@ def _check_reader(world: World) -> None:
 
 def _check_epochs(world: World) -> None:
     """The vehicle's log has the content of each epoch: the reader must have all of it, or a report of a loss."""
-    path, verdict = world.folder / "reader.out", world.verdict
+    verdict = world.verdict
     truth, ended = _epochs_of(world.gateways[0].data_dir / "history.db")
     size, since = -1, time.monotonic()
     while True:
-        lines = path.read_text(errors="replace").splitlines()
-        seen = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-        seen = [one for one in seen if one["time"] is not None]  # else it came before anything was followed
+        seen = world.epochs_read()
         times = {one["time"] for one in seen}
         owed = {one for one in ended if times and one > min(times)} - times
-        if len(lines) != size:
-            size, since = len(lines), time.monotonic()
+        if len(seen) != size:
+            size, since = len(seen), time.monotonic()
         if (times and not owed) or time.monotonic() - since > 2 * QUIET_S:
             break
         time.sleep(0.2)

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from campaigns.chaos import machine
 from campaigns.chaos.judges import (
@@ -397,6 +397,21 @@ class World:
                 return False
             time.sleep(0.1)
         return True
+
+    def epochs_read(self) -> list[dict[str, Any]]:
+        """Returns what the reader has written of each epoch, without records that came before anything was followed."""
+        lines = (self.folder / "reader.out").read_text(errors="replace").splitlines()
+        epochs = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        return [epoch for epoch in epochs if epoch["time"] is not None]
+
+    def await_epochs(self, timeout_s: float) -> None:
+        """Wait until the reader has an epoch, if it reads them: a fault of half a minute may delay the hand-over, and
+        would leave nothing to judge. Raises ChaosError."""
+        deadline = time.monotonic() + timeout_s
+        while self.plan.epochs and not self.epochs_read():
+            if time.monotonic() > deadline:
+                raise ChaosError(f"{timeout_s:.0f} s without a fault, and the reader has no epoch")
+            time.sleep(0.2)
 
     def note_ends(self) -> None:
         """A gateway that has ended though nobody hurt it is a problem, and is started again."""
