@@ -278,9 +278,8 @@ async def all_acknowledged(pair: Pair) -> None:
     await pair.vehicle.until(lambda: not any(records for *_, records in pair.vehicle.streamer.handovers.backlog()))
 
 
-@pytest.mark.parametrize("how", ["left alone", "adopted", "back in time"])
-async def test_what_waits_for_a_follower_is_not_lost_when_its_endpoint_gets_another_name(pair: Pair, how: str) -> None:
-    """What counts is who follows. The finding says how many records it has not acknowledged, until it has."""
+async def twenty_wait(pair: Pair) -> None:
+    """Of 50 records the hub has acknowledged 30; now it is away."""
     await pair.begin()
     await pair.handed_over()
     await pair.publish(30)
@@ -289,6 +288,12 @@ async def test_what_waits_for_a_follower_is_not_lost_when_its_endpoint_gets_anot
     await pair.hub.stop()
     await pair.publish(20)
     await pair.vehicle.until(lambda: pair.vehicle.streamer.logs.durable.newest_seq == 50)
+
+
+@pytest.mark.parametrize("how", ["left alone", "adopted", "back in time"])
+async def test_what_waits_for_a_follower_is_not_lost_when_its_endpoint_gets_another_name(pair: Pair, how: str) -> None:
+    """What counts is who follows. The finding says how many records it has not acknowledged, until it has."""
+    await twenty_wait(pair)
     await configured(pair.vehicle, renamed(pair.vehicle))
     (problem,) = of_link(pair.vehicle)
     assert problem.startswith("20 records wait for endpoint 'link'")
@@ -418,14 +423,7 @@ def with_name(world: World, name: str, **changes: Any) -> Any:
 @pytest.mark.parametrize("meanwhile", ["another name", "another name, names nobody", "names another one"])
 async def test_who_has_ended_is_not_waited_for_when_its_endpoint_is_as_before(pair: Pair, meanwhile: str) -> None:
     """It ends while that endpoint has another name, or does not name it."""
-    await pair.begin()
-    await pair.handed_over()
-    await pair.publish(30)
-    await pair.expect_all()
-    await all_acknowledged(pair)
-    await pair.hub.stop()
-    await pair.publish(20)
-    await pair.vehicle.until(lambda: pair.vehicle.streamer.logs.durable.newest_seq == 50)
+    await twenty_wait(pair)
     before, follows = pair.vehicle.config, pair.hub.config
     changed = {
         "another name": renamed(pair.vehicle),
