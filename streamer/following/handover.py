@@ -204,7 +204,8 @@ class HandOvers:
         """Returns the endpoints that name the caller, and those behind which it has taken over: they may have another
         name now, or name another follower."""
         named = {name for name, service in self._followed_by.items() if _is_same(service, caller)}
-        return named.union(*(_names_taken_by(caller, source) for source in self._logs))
+        whose = uris.format(uris.uri(caller.authority_name, caller.ue_id, caller.ue_version_major, 0))
+        return named.union(*(_rows_of(source, whose) for source in self._logs))
 
     async def _take_confirmed(self, name: str, read: Mapping[bytes, int], *, takes_held: bool) -> list[Position]:
         try:
@@ -391,11 +392,6 @@ def _named(row: str) -> str:
 def _rows_of(source: Log, whose: str) -> dict[str, int]:
     """Returns whether the service `whose` has acknowledged something, by the endpoint behind which it follows."""
     return {_named(row): seq for row, seq in _rows(source).items() if row.split(":", 2)[2] == whose}
-
-
-def _names_taken_by(caller: UUri, source: Log) -> set[str]:
-    """Returns the endpoints behind which it has taken over, configured or not."""
-    return {_named(row) for row in _rows(source) if _is_same(uris.parse(row.split(":", 2)[2]), caller)}
 
 
 def _waits_after(pump: Pump) -> int:
