@@ -16,7 +16,7 @@ from tools import house
 
 TREE = Path(__file__).parents[1]
 
-LINES_MAX: Final = 73_916
+LINES_MAX: Final = 73_915
 WALKS_MAX: Final = {  # walk -> functions, files
     "publish": (100, 25),
     "subscribe": (295, 52),

@@ -118,20 +118,17 @@ class Follows(Intake, UListener):
         self._interest.on_change(self._interest_changed)
         for endpoint in self._endpoints:
             self._load(endpoint)
-        for key in self.logs.durable.followed.positions():
-            if not key.startswith((COVERED, OTHERS)) and key.partition(":")[0] not in self._endpoints:
-                log.warning("a history was followed at an endpoint that is not configured", service=key)
+        for key, _ in _of_former_names(self.logs.durable.followed, self._endpoints):
+            log.warning("a history was followed at an endpoint that is not configured", service=key)
 
     def _load(self, endpoint: Endpoint) -> None:
         for follow in self._configured:
             if follow.endpoint is endpoint and not follow.is_wide:
                 self._follow(self._address(follow), endpoint, follow)
         known = self.logs.durable.followed
-        for key in known.positions():  # also to end what was followed under a former name
-            service = key.partition(":")[2]
-            is_other = key.startswith((COVERED, OTHERS))
-            if not is_other and self._endpoints.owner(uris.parse(service).authority_name) is endpoint:
-                _inherit(known, self._endpoints, endpoint.name, service)
+        for key, service in _of_former_names(known, self._endpoints):  # also to end what is not followed any more
+            if self._endpoints.owner(uris.parse(service).authority_name) is endpoint:
+                _inherit(known, [(key, service)], endpoint.name, service)
         for key in known.positions():
             if key.startswith(f"{endpoint.name}:"):
                 self._resume(key, endpoint)
@@ -225,7 +222,8 @@ class Follows(Intake, UListener):
         return min(found, key=lambda one: one.is_wide, default=None)
 
     def _follow(self, service: UUri, endpoint: Endpoint, follow: Follow | None) -> None:
-        _inherit(self.logs.durable.followed, self._endpoints, endpoint.name, uris.format(service))
+        known = self.logs.durable.followed
+        _inherit(known, _of_former_names(known, self._endpoints), endpoint.name, uris.format(service))
         followed = Followed(self, service, endpoint, follow)
         if followed.key in self._followed:
             return
@@ -410,16 +408,21 @@ class Follows(Intake, UListener):
             yield Condition(f"more than {FOLLOWED_MAX} histories are to be followed, which is the limit")
 
 
-def _inherit(followed: FollowedLogs, endpoints: Endpoints, endpoint: str, service: str) -> None:
+def _of_former_names(followed: FollowedLogs, endpoints: Endpoints) -> Iterator[tuple[str, str]]:
+    """Yields the key and the service of each position at an endpoint that is not configured any more."""
+    for key in followed.positions():
+        name, _, service = key.partition(":")
+        if not key.startswith((COVERED, OTHERS)) and name not in endpoints:
+            yield key, service
+
+
+def _inherit(followed: FollowedLogs, former: Iterable[tuple[str, str]], endpoint: str, service: str) -> None:
     """What counts is the history, not the endpoint's name: continue where we were under another name, which is not
-    configured any more."""
-    if followed.position(f"{endpoint}:{service}") is None:
-        for key in followed.positions():
-            name, _, of = key.partition(":")
-            if of == service and not key.startswith((COVERED, OTHERS)) and name not in endpoints:
-                for prefix in ("", COVERED):
-                    followed.rename(prefix + key, f"{prefix}{endpoint}:{service}")
-                return
+    configured any more. `former`: as `_of_former_names` yields them."""
+    if followed.position(to := f"{endpoint}:{service}") is None:
+        for key in [key for key, of in former if of == service][:1]:
+            for prefix in ("", COVERED):
+                followed.rename(prefix + key, prefix + to)
 
 
 class _EndedPositions:
