@@ -23,21 +23,21 @@ import structlog
 
 from history.epochs.keeper import Keeper
 from storage.runtime import REAL, Runtime
-from streamer import lifecycle, parts
+from streamer import lifecycle, parts, renaming
 from streamer.assembly import DRAIN_MS_MAX
 from streamer.attaching import ChangeableAssembly
 from streamer.config import Config
 from streamer.edge.edge import check_extra
-from streamer.egress import renaming
 from streamer.lifecycle import REOPEN_MS_MAX, Part
 from streamer.operating import metrics
 from streamer.operating.admin import Admin
 from streamer.operating.control import ControlSocket, SpareSocket
-from streamer.operating.states import LOOK_S, Condition, Sample, build, of_one_that_cant_start
+from streamer.operating.states import LOOK_S, of_one_that_cant_start
 from streamer.operating.status import operations_without_start, status_of, status_without_start
 from streamer.operating.tracing import check_tracing
 from streamer.operations import operations_of
 from streamer.reloading import Reloader
+from streamer.reporting import Condition, Sample, build
 from streamer.walk.endpoint import Endpoints
 from streamer.walk.ingress import IdWindow, Logs
 from uprotocol.pacing import Backoff

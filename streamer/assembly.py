@@ -25,9 +25,7 @@ from streamer.config import Config, patterns
 from streamer.edge.edge import Handlers, HttpEdge
 from streamer.edge.places import Places
 from streamer.egress.claims import Claims
-from streamer.egress.paused import FILE, Paused
 from streamer.egress.pump import Pump
-from streamer.egress.sender import Express
 from streamer.following.follows import Follows
 from streamer.following.handover import HandOvers
 from streamer.following.kept import TopicsKept
@@ -43,12 +41,15 @@ from streamer.operating.states import (
     LossReports,
 )
 from streamer.operating.tracing import Tracing
+from streamer.walk.access import Access
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
-from streamer.walk.hosted import Access, HostedTransport
+from streamer.walk.hosted import HostedTransport
 from streamer.walk.ingress import Dispatch, IdWindow, Ingress, Logs
 from streamer.walk.ledger import AuthorityLedger, Pressure
 from streamer.walk.networks import Networks
+from streamer.walk.paused import FILE, Paused
+from streamer.walk.sender import Express
 from streamer.walk.view import Rules, View
 from streamer.walk.without_rule import WithoutRule
 from uprotocol import uri as uris

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 import structlog
 
 from storage.runtime import Runtime
-from streamer.operating.states import Condition
+from streamer.reporting import Condition
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from streamer.egress import skipping
-from streamer.letters.operations import letter_operations
-from streamer.letters.resending import Resender
 from streamer.operating.backup import Backups
 from streamer.operating.control import pause_operations
-from streamer.operating.operations import Arguments, Operation, Operations
+from streamer.operating.letters import letter_operations
 from streamer.operating.reading import reading_operations
+from streamer.operating.resending import Resender
 from streamer.operating.status import status_operation
+from streamer.operation import Arguments, Operation, Operations
 from uprotocol.pacing import Pace
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode

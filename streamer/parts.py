@@ -24,14 +24,15 @@ from storage.faults import Reserve
 from storage.runtime import Runtime
 from streamer.config import AccessSection, Config, EndpointSection, FollowSection, RuleSection, patterns
 from streamer.config.sections import MEMORY_MIB
-from streamer.egress.sender import SENDERS_SHARE
 from streamer.following.followed import Follow
 from streamer.operating.backup import SUBSCRIPTIONS, finish_restore
 from streamer.recovery.recoveries import Recoveries
+from streamer.walk.access import AccessEntry, AccessPattern
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
-from streamer.walk.hosted import USUBSCRIPTION, AccessEntry, AccessPattern, HostedTransport
+from streamer.walk.hosted import USUBSCRIPTION, HostedTransport
 from streamer.walk.ingress import IdWindow, Logs
+from streamer.walk.sender import SENDERS_SHARE
 from streamer.walk.view import Rule
 from transports import certificates
 from transports import plugin as plugins

@@ -20,17 +20,16 @@ from typing import Any, Final
 import structlog
 
 from storage import logs
-from streamer import parts
+from streamer import parts, renaming
 from streamer.assembly import Attached
 from streamer.attaching import ChangeableAssembly, end
 from streamer.config import AdminSection, Config, EndpointSection, FollowSection, StreamerSection, patterns
 from streamer.config.changes import Difference, appliable, differences
 from streamer.edge.edge import check_extra
-from streamer.egress import renaming
-from streamer.operating.operations import Arguments, Operation
-from streamer.operating.states import Sample
 from streamer.operating.tracing import check_tracing
+from streamer.operation import Arguments, Operation
 from streamer.recovery.asking import AskedSource
+from streamer.reporting import Sample
 from transports import certificates
 from uprotocol.status import UStatusError
 from uprotocol.transport import UTransport

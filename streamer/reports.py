@@ -21,15 +21,8 @@ from streamer.egress.claims import count, listed
 from streamer.egress.holds import SHOWN_AFTER_S, Label
 from streamer.operating import metrics
 from streamer.operating.meters import Meters
-from streamer.operating.states import (
-    STARTING,
-    STREAMER,
-    Condition,
-    Sample,
-    States,
-    conditions_of_log,
-    each,
-)
+from streamer.operating.states import States, conditions_of_log
+from streamer.reporting import STARTING, STREAMER, Condition, Sample, each
 from streamer.unmatched import UnmatchedPatterns, unknown_authorities
 from streamer.walk.endpoint import Endpoints
 from streamer.walk.ingress import IdWindow, Logs

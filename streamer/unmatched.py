@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from streamer.config import Config, patterns
+from streamer.walk.access import AccessPattern
 from streamer.walk.endpoint import Endpoint, Endpoints
-from streamer.walk.hosted import AccessPattern
 from uprotocol import uri as uris
 from uprotocol.uri import Key
 from uprotocol.v1.uri_pb2 import UUri

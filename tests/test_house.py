@@ -16,10 +16,10 @@ from tools import house
 
 TREE = Path(__file__).parents[1]
 
-LINES_MAX: Final = 73_915
+LINES_MAX: Final = 73_970
 WALKS_MAX: Final = {  # walk -> functions, files
     "publish": (100, 25),
-    "subscribe": (295, 52),
+    "subscribe": (302, 55),
     "poll": (126, 27),  # by time, 117 to 122 and sometimes more
     "followed": (165, 39),
     "epoch": (150, 25),

@@ -48,14 +48,14 @@ ALLOWED: dict[str, set[str]] = {
     "usubscription_client": {"uprotocol", "storage"},
     # and never names a plugin
     "streamer": {"uprotocol", "storage", "history", "usubscription", "usubscription_client", "spark_ingest", *SHARED},
-    "streamer.demo.demo": {
+    "streamer.commands.demo.demo": {
         "uprotocol",
         "usubscription_client",
         "spark_ingest",
         "transports.ports",
         *SHARED,
     },
-    "streamer.demo.mosquitto": {"uprotocol", "transports.ports"},
+    "streamer.commands.demo.mosquitto": {"uprotocol", "transports.ports"},
     "spark_ingest": {"uprotocol", "transports.plugin", *READING, "storage.logs"},
     "pyspark_uprotocol": {"spark_ingest"},
 }

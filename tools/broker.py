@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from streamer.demo import mosquitto
+from streamer.commands.demo import mosquitto
 
 DIRECTORY_PREFIX: Final = "up-streamer-broker-"
 

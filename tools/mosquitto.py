@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 
-from streamer.demo import mosquitto
+from streamer.commands.demo import mosquitto
 from uprotocol.status import UStatusError
 
 

@@ -22,7 +22,7 @@ COMMANDS: Final = ROOT / "docs" / "commands.md"
 EVENTS: Final = ROOT / "docs" / "log-events.md"
 GENERATED: Final = "`make config-reference` generates this page: do not edit it."
 LEVELS: Final = {"warning": "warning", "error": "error", "exception": "error", "critical": "error"}
-SKIPPED: Final = re.compile(r"_pb2|^transports/conformance/|/_compiled/|^streamer/demo/|^transports/new\.py$")
+SKIPPED: Final = re.compile(r"_pb2|^transports/conformance/|/_compiled/|^streamer/commands/demo/|^transports/new\.py$")
 KINDS: Final[dict[Any, str]] = {bool: "", str: "text", int: "whole number", float: "number", Path: "path"}
 
 

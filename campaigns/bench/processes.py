@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final, Self
 
-from streamer.demo.processes import die_with_parent
+from streamer.commands.demo.processes import die_with_parent
 
 READY_TIMEOUT_S: Final = 60.0  # a cold start of Python, Zenoh and the streamer on a busy machine
 CLOSE_TIMEOUT_S: Final = 10.0

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from streamer.demo.processes import die_with_parent
+from streamer.commands.demo.processes import die_with_parent
 
 LOADED: Final = (
     "zenoh",

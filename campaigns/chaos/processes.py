@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from campaigns.chaos.nursery import Child, Nursery
-from streamer.demo.processes import die_with_parent
+from streamer.commands.demo.processes import die_with_parent
 from transports.ports import free_port
 
 READY_S_MAX: Final = 90.0  # for a process to say that it is ready, on a busy machine

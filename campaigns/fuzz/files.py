@@ -29,19 +29,19 @@ from spark_ingest import offsets
 from spark_ingest.decode import Decoder, RecordColumns
 from storage import disk as disks
 from streamer import config
+from streamer.commands.demo import drive
 from streamer.config import AdminSection
 from streamer.config.edge import HttpSection
-from streamer.demo import drive
 from streamer.edge.callers import Callers
-from streamer.edge.lines import Line, Lines, Listener
 from streamer.edge.places import Places
 from streamer.edge.server import EdgeServer
 from streamer.edge.tokens import read_tokens
-from streamer.egress import paused as pauses
+from streamer.http.lines import Line, Lines, Listener
 from streamer.letters.dead_letter import LetterStore
 from streamer.letters.selection import LetterFilter
 from streamer.operating.http_port import LIMITS, HttpPort
-from streamer.operating.operations import Arguments
+from streamer.operation import Arguments
+from streamer.walk import paused as pauses
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2

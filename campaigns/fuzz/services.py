@@ -29,10 +29,10 @@ from spark_ingest import offsets
 from spark_ingest.client import HistorySession
 from spark_ingest.options import Options
 from spark_ingest.planner import Planner
-from streamer.egress.paused import Paused
 from streamer.operating.control import Control, ControlSocket, pause_operations
-from streamer.operating.operations import Operations
+from streamer.operation import Operations
 from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.walk.paused import Paused
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.ids import (

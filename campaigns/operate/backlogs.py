@@ -32,7 +32,7 @@ from typing import Any, Final
 from campaigns.chaos.judges import SUBSCRIBED, ZenohLink, subscribe, zenoh_caller
 from campaigns.chaos.processes import ChaosError, Gateway
 from campaigns.chaos.wire import PUBLISH, Message, Uri, new_id
-from streamer.demo.processes import Child, die_with_parent
+from streamer.commands.demo.processes import Child, die_with_parent
 from tools.broker import Broker
 from transports.ports import free_port
 

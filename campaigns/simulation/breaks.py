@@ -43,13 +43,12 @@ def _restart_that_records() -> Patches:
 
 def _renamed_endpoint() -> Patches:
     from streamer.egress.claims import Claims
-    from streamer.egress.holds import CURSOR_PREFIX
 
     def load(self: Claims) -> None:
         known = {pump.owned.name for pump in self._pumps}
         for one in self._logs:
             for name in list(one.cursors.all()):
-                if name.startswith(CURSOR_PREFIX) and name not in known:
+                if name.startswith("egress:") and name not in known:
                     one.cursors.drop(name)
 
     return [(Claims, "load", load)]
@@ -191,10 +190,11 @@ def _never_pushed_again() -> Patches:
 
 
 def _a_follower_holds_nothing() -> Patches:
-    from streamer.following.handover import FOLLOWED_PREFIX, HandOvers
+    from streamer.egress.rows import row
+    from streamer.following.handover import HandOvers
 
     def hold(self: HandOvers, name: str, source: Any, seq: int) -> None:
-        source.cursors.set(FOLLOWED_PREFIX + name, seq, holds=False, absent_ms=0)
+        source.cursors.set(row("followed", name), seq, holds=False, absent_ms=0)
 
     return [(HandOvers, "_hold", hold)]
 
@@ -336,7 +336,7 @@ def _gaps_untold() -> Patches:
 
 
 def _removed_too_early() -> Patches:
-    from streamer.letters.resending import Resender
+    from streamer.operating.resending import Resender
 
     send = Resender._try
 

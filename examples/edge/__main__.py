@@ -26,8 +26,8 @@ from aiohttp import web
 
 from storage import logs
 from streamer.app import Streamer
+from streamer.commands.demo import drive
 from streamer.config import loads
-from streamer.demo import drive
 from transports.conformance.proxy import TcpProxy
 from transports.local import LocalConfig, LocalTransport
 from transports.ports import free_port

@@ -30,8 +30,8 @@ from history.epochs.frontier import Time
 from history.reading.acceptor import Record, decode
 from history.reading.subscriber import GaplessSubscriber, HistoryClient
 from storage import logs
-from streamer.demo import drive
-from streamer.demo.processes import Child
+from streamer.commands.demo import drive
+from streamer.commands.demo.processes import Child
 from transports.ports import free_port
 from transports.zenoh import ZenohConfig, ZenohTransport
 from uprotocol import uri as uris

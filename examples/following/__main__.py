@@ -23,7 +23,7 @@ from typing import Final
 from history.publisher import HistoryPublisher
 from history.reading.subscriber import GaplessSubscriber, HistoryClient
 from storage import logs
-from streamer.demo.processes import Child
+from streamer.commands.demo.processes import Child
 from transports.conformance.proxy import TcpProxy
 from transports.ports import free_port
 from transports.zenoh import ZenohConfig, ZenohTransport

@@ -24,9 +24,9 @@ from streamer.commands.options import LOG_NAME, AsJson, ConfigFile
 from streamer.config import Config, Location, line_of
 from streamer.edge import tokens
 from streamer.edge.edge import check_extra
-from streamer.egress import paused as pauses
 from streamer.operating.tracing import check_tracing
-from streamer.recovery.source import SOURCES
+from streamer.recovery_source import SOURCES
+from streamer.walk import paused as pauses
 from transports import certificates
 from transports import plugin as plugins
 from transports.certificates import CertificateFile

@@ -165,7 +165,7 @@ def replay(
 
     Example: [bold]up-streamer replay --data drive.csv -a mcu1 -t dds -s domain_id=7 --rate 1000[/]
     """
-    from streamer.demo import drive as drives
+    from streamer.commands.demo import drive as drives
 
     logs.configure()
     network, drive = where.network(), drives.load(data, seed, seconds)
@@ -204,8 +204,8 @@ def demo(options: DemoOptions) -> None:
 
     Example: [bold]up-streamer demo --data drive.csv[/]
     """
-    from streamer.demo import demo as demos
-    from streamer.demo.counts import DemoResult
+    from streamer.commands.demo import demo as demos
+    from streamer.commands.demo.counts import DemoResult
 
     logs.configure()
 

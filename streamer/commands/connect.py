@@ -23,11 +23,11 @@ from storage.disk import REAL_DISK, InUseError
 from streamer import parts
 from streamer.commands import terminal
 from streamer.config import Config, EndpointSection, patterns
-from streamer.egress.paused import FILE, Paused
 from streamer.operating import control
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import HostedTransport
 from streamer.walk.networks import EndpointFilter, EndpointFilters
+from streamer.walk.paused import FILE, Paused
 from streamer.walk.view import Rules, View
 from transports import certificates
 from transports.base import port_result

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 import typer
 
@@ -32,10 +32,8 @@ from streamer.commands import terminal
 from streamer.commands.letters import moment_ms
 from streamer.commands.options import AsJson, DataDir, endpoints
 from streamer.egress import claims, skipping
-from streamer.egress.claims import Listed, Waiting, endpoint_of
-from streamer.egress.holds import CURSOR_PREFIX, HELD_PREFIX, HOLDER, OWED_PREFIX, PARKED_PREFIX
-from streamer.egress.pump import BEGAN_PREFIX, SKIPPED_PREFIX
-from streamer.following.handover import FOLLOWED_PREFIX, FOLLOWER_PREFIX
+from streamer.egress.claims import Listed, Waiting
+from streamer.egress.rows import HOLDER, endpoints_of, parsed, row, units_of
 from streamer.operating import control
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid
@@ -169,8 +167,8 @@ def listed(path: Path) -> list[Listed]:
     rows, newest, oldest = _rows(path)
     found = {name: Cursor(seq, lease, bool(holds), *rest) for name, seq, lease, holds, *rest in rows}
     seqs = {name: one.seq for name, one in found.items()}
-    endpoints = {name.removeprefix(CURSOR_PREFIX) for name in seqs if name.startswith(CURSOR_PREFIX)}
-    return claims.listed(found, {one: _waiting(path, Waiting(one, seqs), newest, oldest) for one in endpoints})
+    waiting = {name: _waiting(path, Waiting(name, seqs), newest, oldest) for name in endpoints_of(seqs, "egress")}
+    return claims.listed(found, waiting)
 
 
 def _waiting(path: Path, waiting: Waiting, newest: int, oldest: int) -> int:
@@ -257,35 +255,31 @@ async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False, 
         leaves, heir = Place.of(rows, old), Place.of(rows, new)
         assert leaves is not None, "it is required"
         if heir is not None and not out_of_order:
-            began = rows[BEGAN_PREFIX + new].seq if BEGAN_PREFIX + new in rows else leaves.seq
+            began = rows[row("began", new)].seq if row("began", new) in rows else leaves.seq
             await _require_order(log, old, leaves, new, began, heir.seq)
         both = leaves if heir is None else leaves.earliest(heir)
-        followers = {name: one for name, one in rows.items() if name.startswith(FOLLOWED_PREFIX)}
-        acknowledged = [one for name in (old, new) if (one := followers.get(FOLLOWED_PREFIX + name)) is not None]
+        followers = endpoints_of(rows, "followed")
+        acknowledged = [followers[name].seq for name in (old, new) if name in followers]
         for pushed, followed in ((old, new), (new, old)):
-            if FOLLOWED_PREFIX + followed in followers and FOLLOWED_PREFIX + pushed not in followers:
+            if followed in followers and pushed not in followers:
                 await _require_no_publishes(log, pushed, followed, new)
-        own = [rows[CURSOR_PREFIX + name].seq for name in (old, new) if CURSOR_PREFIX + name in rows]
+        own = [rows[cursor].seq for cursor in (row("egress", old), row("egress", new)) if cursor in rows]
         for name in rows:
-            if endpoint_of(name) in (old, new) and not name.startswith(SKIPPED_PREFIX):
+            named = parsed(name)
+            if named is not None and named.endpoint in (old, new) and named.kind != "skipped":
                 log.cursors.drop(name)
         if acknowledged:  # who follows reads from its own position. If nobody does any more, publishes are pushed
-            seq = min(one.seq for one in acknowledged)
-            log.cursors.set(FOLLOWED_PREFIX + new, seq, holds=True)
-        for name, one in rows.items():
-            if name.startswith((f"{FOLLOWER_PREFIX}{new}:", f"{FOLLOWER_PREFIX}{old}:")):
-                log.cursors.set(f"{FOLLOWER_PREFIX}{new}:{name.split(':', 2)[2]}", one.seq)
-        log.cursors.set(CURSOR_PREFIX + new, min(own), holds=True, holder=HOLDER)
-        owed = {
-            name.rpartition(":")[2]
-            for name in rows
-            if name.startswith((f"{OWED_PREFIX}{old}:", f"{OWED_PREFIX}{new}:"))
-        }
+            log.cursors.set(row("followed", new), min(acknowledged), holds=True)
+        for name in (new, old):
+            for service, cursor in units_of(rows, "follower", name).items():
+                log.cursors.set(row("follower", new, service), cursor.seq)
+        log.cursors.set(row("egress", new), min(own), holds=True, holder=HOLDER)
+        owed = units_of(rows, "owed", old) | units_of(rows, "owed", new)
         for stream, seq in both.parked.items():
-            prefix = OWED_PREFIX if acknowledged and stream in owed else PARKED_PREFIX
-            log.cursors.set(f"{prefix}{new}:{stream}", seq, holds=True, holder=HOLDER)
+            kind: Literal["owed", "parked"] = "owed" if acknowledged and stream in owed else "parked"
+            log.cursors.set(row(kind, new, stream), seq, holds=True, holder=HOLDER)
         for unit, seq in both.held.items():
-            log.cursors.set(f"{HELD_PREFIX}{new}:{unit}", seq, holder=HOLDER)
+            log.cursors.set(row("held", new, unit), seq, holder=HOLDER)
     return next(one for one in listed(path) if one.endpoint == new)
 
 
@@ -301,10 +295,13 @@ class Place:
     @classmethod
     def of(cls, rows: Mapping[str, Cursor], endpoint: str) -> Self | None:
         """Returns None if `endpoint` has no cursor."""
-        own = [rows[one + endpoint].seq for one in (CURSOR_PREFIX, FOLLOWED_PREFIX) if one + endpoint in rows]
-        parked, owed, held = (_after(rows, f"{one}{endpoint}:") for one in (PARKED_PREFIX, OWED_PREFIX, HELD_PREFIX))
-        streams = {one: min(parked.get(one, SEQ_MAX), owed.get(one, SEQ_MAX)) for one in parked.keys() | owed}
-        return cls(min(own), streams, held) if CURSOR_PREFIX + endpoint in rows else None
+        if row("egress", endpoint) not in rows:
+            return None
+        seqs = {name: cursor.seq for name, cursor in rows.items()}
+        own = [seqs[name] for name in (row("egress", endpoint), row("followed", endpoint)) if name in seqs]
+        parked, owed = units_of(seqs, "parked", endpoint), units_of(seqs, "owed", endpoint)
+        streams = {unit: min(parked.get(unit, SEQ_MAX), owed.get(unit, SEQ_MAX)) for unit in parked.keys() | owed}
+        return cls(min(own), streams, units_of(seqs, "held", endpoint))
 
     def earliest(self, other: Place) -> Place:
         """Returns the lower of both seqs, overall, by stream and by address: a topic may be parked for only one."""
@@ -335,10 +332,6 @@ async def _require_no_publishes(log: Log, pushed: str, followed: str, new: str) 
                 f"take followed_by from {new!r}, start the streamer, and stop it, adopt and give followed_by back once"
             )
         raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}, and from where it is. {how} they have left")
-
-
-def _after(rows: Mapping[str, Cursor], prefix: str) -> dict[str, int]:
-    return {name.removeprefix(prefix): one.seq for name, one in rows.items() if name.startswith(prefix)}
 
 
 async def _require_order(log: Log, old: str, leaves: Place, new: str, began: int, read: int) -> None:
@@ -380,7 +373,8 @@ async def _forget(path: Path, endpoint: str) -> int:
         _require(rows, endpoint)
         records = await claims.count(log, endpoint)
         for name in rows:
-            if endpoint_of(name) == endpoint:
+            named = parsed(name)
+            if named is not None and named.endpoint == endpoint:
                 log.cursors.drop(name)
     return records
 
@@ -391,7 +385,7 @@ async def _skip(path: Path, endpoint: str, to_ms: int, *, dry_run: bool) -> dict
     async with await _open(path) as log:
         rows = log.cursors.all()
         _require(rows, endpoint)
-        if FOLLOWED_PREFIX + endpoint in rows:
+        if row("followed", endpoint) in rows:
             what = f"endpoint {endpoint!r} follows our history, and reads publishes by itself: have it skip there"
             raise UStatusError(UCode.FAILED_PRECONDITION, what)
         place = Place.of(rows, endpoint)
@@ -402,14 +396,13 @@ async def _skip(path: Path, endpoint: str, to_ms: int, *, dry_run: bool) -> dict
         parked = {int(stream): seq for stream, seq in place.parked.items()}
         found = await skipping.count(log, after, to, lambda stream: min(first, parked.get(stream, first)))
         if not dry_run and to > after:
-            for name, row in rows.items():
-                if (
-                    endpoint_of(name) == endpoint
-                    and not name.startswith((BEGAN_PREFIX, SKIPPED_PREFIX))
-                    and row.seq < to
-                ):
-                    log.cursors.set(name, to, holds=row.holds, absent_ms=row.absent_ms, holder=HOLDER)
-            log.cursors.set(f"{SKIPPED_PREFIX}{endpoint}:{after}", to)
+            for name, cursor in rows.items():
+                named = parsed(name)
+                if named is None or named.endpoint != endpoint or named.kind in ("began", "skipped"):
+                    continue
+                if cursor.seq < to:
+                    log.cursors.set(name, to, holds=cursor.holds, absent_ms=cursor.absent_ms, holder=HOLDER)
+            log.cursors.set(row("skipped", endpoint, after), to)
     return skipping.as_dict(endpoint, to_ms, [found], dry_run=dry_run)
 
 
@@ -424,7 +417,7 @@ def _require_log(path: Path) -> None:
 
 
 def _require(rows: Mapping[str, Any], endpoint: str) -> None:
-    if CURSOR_PREFIX + endpoint not in rows:
-        known = sorted(name.removeprefix(CURSOR_PREFIX) for name in rows if name.startswith(CURSOR_PREFIX))
+    if row("egress", endpoint) not in rows:
+        known = sorted(endpoints_of(rows, "egress"))
         why = f"there is no cursor of endpoint {endpoint!r}; there are {', '.join(known) or 'none'}"
         raise UStatusError(UCode.NOT_FOUND, why)

@@ -26,8 +26,8 @@ from streamer.commands.terminal import Misuse
 from streamer.letters.dead_letter import LETTERS, REMOVED_MAX, LetterStore, open_read_only
 from streamer.letters.selection import LetterFilter
 from streamer.operating import control
-from streamer.operating.operations import Arguments
 from streamer.operating.readable import as_dict
+from streamer.operation import Arguments
 from uprotocol import uuid as uuids
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode

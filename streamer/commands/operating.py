@@ -18,10 +18,10 @@ from streamer.commands.options import AsJson, DataDir, endpoints, load
 from streamer.commands.options import uri as uri_of
 from streamer.commands.terminal import Misuse
 from streamer.config import Config
-from streamer.egress import paused as pauses
-from streamer.egress.paused import Pause
 from streamer.operating import control
 from streamer.operations import VEHICLES_MAX
+from streamer.walk import paused as pauses
+from streamer.walk.paused import Pause
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode

@@ -19,9 +19,9 @@ from storage.disk import REAL_DISK, BadMarkError, FileKind, InUseError, read_mar
 from storage.faults import DamagedError
 from streamer import parts
 from streamer.config import Config
-from streamer.egress import paused as pauses
 from streamer.letters.dead_letter import LETTERS as LETTERS_KIND
 from streamer.operating.backup import LETTERS, LOG, PARTNERS, SUBSCRIPTIONS, folder_after_restore
+from streamer.walk import paused as pauses
 from uprotocol.core.ustreamer import ids
 from uprotocol.status import UStatusError
 from usubscription.audit import Partners

@@ -37,9 +37,9 @@ from streamer.config.sections import (
     USubscriptionSection,
     is_loopback,
 )
-from streamer.recovery.source import SOURCES
+from streamer.recovery_source import SOURCES
 from streamer.walk import names
-from streamer.walk.hosted import AccessPattern
+from streamer.walk.access import AccessPattern
 from transports import plugin as plugins
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids

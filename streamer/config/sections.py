@@ -12,8 +12,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from history.file.writer import GATHER_MS
 from streamer.egress.holds import HELD_HOURS
+from streamer.walk.access import AccessPattern
 from streamer.walk.endpoint import SEND_MS_MAX
-from streamer.walk.hosted import AccessPattern
 from streamer.walk.ledger import UNITS_PER_S
 from transports.certificates import CertificateFile
 from uprotocol import uri as uris

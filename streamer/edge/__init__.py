@@ -6,7 +6,6 @@ connection -> Line: limits -> TLS -> aiohttp -> /stream: who asks? -> HttpStream
 edge.py               The HTTP edge as a part of the streamer
 handlers.py           What answers requests: streams, the proxy, the channels of GRIP
 server.py             The HTTP servers: for clients at http.listen, and for publishers at grip.publish
-lines.py              What the HTTP ports share: the limits of their connections, and files that are read again
 callers.py            Who asks: the uEntity of a token, and which pages of a browser may ask
 tokens.py             The file of tokens: a line for each client, its uEntity and its token
 places.py             Places: the clients that hold a connection, and what the edge refused

@@ -10,8 +10,7 @@ import asyncio
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from ipaddress import ip_address
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -19,9 +18,10 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from streamer.config.edge import HttpSection
-from streamer.edge.lines import Latest, bearer_of, latest
 from streamer.edge.tokens import Tokens, digest_of, read_file
-from streamer.operating.states import Condition
+from streamer.http.hosts import host_of, is_known_host
+from streamer.http.lines import Latest, bearer_of, latest
+from streamer.reporting import Condition
 from uprotocol import uri as uris
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -33,33 +33,6 @@ PREFLIGHT_S: Final = 600  # for so long a browser need not ask again whether it 
 
 
 # Hosts and origins
-
-
-def name_of_host(host: str) -> str:
-    """Returns the name in HOST or HOST:PORT, without brackets; a bracket that is not closed is a part of it."""
-    is_address = host.startswith("[") and "]" in host
-    name = host.partition("]")[0].removeprefix("[") if is_address else host.partition(":")[0]
-    return name.lower().removesuffix(".")
-
-
-def is_known_host(host: str, names: Iterable[str]) -> bool:
-    """Returns True for loopback, and for `names`: of hosts, perhaps with a port."""
-    name = name_of_host(host)
-    try:
-        if ip_address(name).is_loopback:
-            return True
-    except ValueError:
-        if name == "localhost":
-            return True
-    return any(one.lower() == host.lower() or one.lower().strip("[]") == name for one in names)
-
-
-def host_of(request: web.Request) -> str:
-    """Raises 400 if there is not exactly one."""
-    hosts = request.headers.getall("Host", [])
-    if len(hosts) != 1 or not hosts[0]:
-        raise web.HTTPBadRequest(text=f"expected one Host header, got {len(hosts)}\n")
-    return hosts[0]
 
 
 class Callers:

@@ -11,7 +11,7 @@ import structlog
 
 from streamer.config import Config
 from streamer.edge.places import Places
-from streamer.operating.states import Condition, Sample
+from streamer.reporting import Condition, Sample
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode

@@ -10,7 +10,7 @@ from typing import Final
 
 import structlog
 
-from streamer.operating.states import Sample, each
+from streamer.reporting import Sample, each
 
 KINDS: Final = ("stream", "poll", "held_stream", "held_response")  # of clients
 

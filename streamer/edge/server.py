@@ -20,10 +20,11 @@ import structlog
 from aiohttp import HttpVersion11, web
 
 from streamer.config.edge import GripSection, HttpSection
-from streamer.edge.callers import Callers, host_of, is_known_host
-from streamer.edge.lines import SERVER, Latest, Limits, Line, Lines, Listener, SeldomLog, latest_tls
+from streamer.edge.callers import Callers
 from streamer.edge.places import Places
-from streamer.operating.states import Condition, Sample
+from streamer.http.hosts import host_of, is_known_host
+from streamer.http.lines import SERVER, Latest, Limits, Line, Lines, Listener, SeldomLog, latest_tls
+from streamer.reporting import Condition, Sample
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 

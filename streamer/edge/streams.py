@@ -24,11 +24,11 @@ from streamer.edge.clients import Output, StreamClient
 from streamer.edge.epoch_reader import EpochReader
 from streamer.edge.events import gap_of
 from streamer.edge.feeds import AGAIN, Feeds, ReadableHistory
-from streamer.edge.lines import SeldomLog
 from streamer.edge.places import Places
 from streamer.edge.positions import StreamStart, position_text
 from streamer.edge.query import Query
-from streamer.operating.states import Sample
+from streamer.http.lines import SeldomLog
+from streamer.reporting import Sample
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode

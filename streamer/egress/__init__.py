@@ -5,10 +5,8 @@ claims.py             Claims on the logs: how long each endpoint has been away
 holding.py            Holding: records begin to wait: refused, unheard, paused, handed over
 expiry.py             Expiry: records that retention deletes before the peer got them
 holds.py              The positions of what waits toward one peer
-paused.py             Topics that an operator has paused toward a peer
 plans.py              Plans: what of a log goes to one peer, as which copies
 pump.py               Egress: one pump per peer and log. Reads after its cursor, sends in batches, settles the answers
-renaming.py           Carries what waits for an endpoint over to its new name
+rows.py               The names of cursors in the log, made and taken apart
 skipping.py           Moves the cursors of an endpoint forward to a time
-sender.py             What leaves for one peer: the send loop, and the express way of requests and responses
 """

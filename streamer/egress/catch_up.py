@@ -23,8 +23,8 @@ import structlog
 from history.records.chunk import Scan
 from streamer.egress.holds import AddressHold
 from streamer.egress.plans import Plans, items_of
-from streamer.egress.sender import OrderKey, PriorityQueue, QueuedRecord, Sender, key_of
 from streamer.letters.dead_letter import DeadLetters
+from streamer.walk.sender import OrderKey, PriorityQueue, QueuedRecord, Sender, key_of
 from streamer.walk.view import Target
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap

@@ -23,10 +23,9 @@ from history.file.load import Cursor
 from history.log.log import Log
 from history.records.chunk import SEQ_MAX, is_publish
 from streamer.egress import skipping
-from streamer.egress.holds import CURSOR_PREFIX, HELD_PREFIX, OWED_PREFIX, PARKED_PREFIX
-from streamer.egress.pump import BEGAN_PREFIX, SKIPPED_PREFIX, Pump
-from streamer.following.handover import FOLLOWED_PREFIX, FOLLOWER_PREFIX
-from streamer.operating.states import Condition, Sample
+from streamer.egress.pump import Pump
+from streamer.egress.rows import WAITING, endpoints_of, parsed, row, units_of
+from streamer.reporting import Condition, Sample
 from streamer.walk.endpoint import Endpoint
 from uprotocol.status import UStatusError
 
@@ -44,15 +43,13 @@ class Waiting:
     count, and all are after `held`."""
 
     def __init__(self, endpoint: str, seqs: Mapping[str, int]) -> None:
-        self._others = seqs.get(CURSOR_PREFIX + endpoint, SEQ_MAX)
-        self._publishes = seqs.get(FOLLOWED_PREFIX + endpoint, self._others)
+        self._others = seqs.get(row("egress", endpoint), SEQ_MAX)
+        self._publishes = seqs.get(row("followed", endpoint), self._others)
         self._streams: dict[int, int] = {}
-        self.held = min(
-            [seq for name, seq in seqs.items() if name.startswith(f"{HELD_PREFIX}{endpoint}:")], default=SEQ_MAX
-        )
-        for name, seq in seqs.items():
-            if name.startswith((f"{PARKED_PREFIX}{endpoint}:", f"{OWED_PREFIX}{endpoint}:")):
-                stream = int(name.rpartition(":")[2])
+        self.held = min(units_of(seqs, "held", endpoint).values(), default=SEQ_MAX)
+        for kind in ("parked", "owed"):
+            for unit, seq in units_of(seqs, kind, endpoint).items():
+                stream = int(unit)
                 self._streams[stream] = min(seq, self._streams.get(stream, seq))
 
     @property
@@ -113,7 +110,7 @@ class Unclaimed:
     @property
     def topics(self) -> int:
         """Returns how many topics and addresses are held."""
-        return sum(name.startswith((PARKED_PREFIX, HELD_PREFIX)) for name in self.names)
+        return sum(name.startswith(("parked:", "held:")) for name in self.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,16 +128,13 @@ class Listed:
 
 def listed(rows: Mapping[str, Cursor], records: Mapping[str, int]) -> list[Listed]:
     """Returns the cursors of endpoints in one log, by name; `records`: how many records wait for each."""
-    parked = Counter(name.split(":")[1] for name in rows if name.startswith(PARKED_PREFIX))
-    held = Counter(name.split(":")[1] for name in rows if name.startswith(HELD_PREFIX))
-    found = []
-    for name, row in rows.items():
-        if name.startswith(CURSOR_PREFIX):
-            endpoint = name.removeprefix(CURSOR_PREFIX)
-            waits = records.get(endpoint, 0)
-            hours = round(row.absent_ms / 3_600_000, 1)
-            found.append(Listed(endpoint, row.seq, waits, row.holds, hours, parked[endpoint], held[endpoint]))
-    return sorted(found, key=lambda one: one.endpoint)
+    holds = Counter((named.kind, named.endpoint) for named in map(parsed, rows) if named is not None)
+    endpoints = []
+    for endpoint, cursor in endpoints_of(rows, "egress").items():
+        waits, hours = records.get(endpoint, 0), round(cursor.absent_ms / 3_600_000, 1)
+        parked, held = holds["parked", endpoint], holds["held", endpoint]
+        endpoints.append(Listed(endpoint, cursor.seq, waits, cursor.holds, hours, parked, held))
+    return sorted(endpoints, key=lambda listed: listed.endpoint)
 
 
 async def count(source: Log, endpoint: str, pump: Pump | None = None) -> int:
@@ -176,7 +170,7 @@ class Claims:
         for waits in self.unclaimed:
             for pump in self._pumps:
                 if pump.log is waits.log and pump.owned.is_new:  # the new endpoint may be a renamed one
-                    pump.log.cursors.set(BEGAN_PREFIX + pump.peer.name, pump.cursor)
+                    pump.log.cursors.set(row("began", pump.peer.name), pump.cursor)
 
     def find_unclaimed(self) -> None:
         """Find what waits for endpoints that are not configured; called after an endpoint was added or removed."""
@@ -186,9 +180,9 @@ class Claims:
         for one in self._logs:
             found: dict[str, Unclaimed] = {}
             for name, cursor in one.cursors.all().items():
-                endpoint = _owner(name)
-                if endpoint and endpoint not in known:
-                    waits = found.setdefault(endpoint, Unclaimed(endpoint, one, set(), 0))
+                named = parsed(name)
+                if named is not None and named.kind in WAITING and named.endpoint not in known:
+                    waits = found.setdefault(named.endpoint, Unclaimed(named.endpoint, one, set(), 0))
                     waits.names.add(name)
                     waits.absent_ms = max(waits.absent_ms, cursor.absent_ms)
             for waits in found.values():
@@ -205,7 +199,7 @@ class Claims:
 
     def _drop(self, waits: Unclaimed) -> None:
         for name in waits.log.cursors.seqs():
-            if name in waits.names or name.startswith(f"{FOLLOWER_PREFIX}{waits.endpoint}:"):
+            if name in waits.names or name.startswith(f"follower:{waits.endpoint}:"):
                 waits.log.cursors.drop(name)
 
     def _look(self) -> list[Unclaimed]:
@@ -285,17 +279,3 @@ class Claims:
     def _end(self, absent_ms: int) -> str:
         left_ms = self.limit_ms - absent_ms
         return (f"in {left_ms / 3_600_000:.1f} h " if left_ms > 0 else "") + "retention by age may take"
-
-
-def endpoint_of(name: str) -> str:
-    """Returns the endpoint that a cursor belongs to, in whichever way; "" if it is none of an endpoint."""
-    prefixes = (BEGAN_PREFIX, SKIPPED_PREFIX, FOLLOWER_PREFIX)
-    return name.split(":")[1] if name.startswith(prefixes) else _owner(name)
-
-
-def _owner(name: str) -> str:
-    """Returns the endpoint that this cursor belongs to, or ""."""
-    if name.startswith((PARKED_PREFIX, HELD_PREFIX, OWED_PREFIX)):
-        return name.split(":")[1]
-    prefix = next((one for one in (CURSOR_PREFIX, FOLLOWED_PREFIX) if name.startswith(one)), None)
-    return "" if prefix is None else name.removeprefix(prefix)

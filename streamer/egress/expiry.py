@@ -12,7 +12,7 @@ from history.log.log import RetentionLoss
 from streamer.egress.catch_up import CatchUp
 from streamer.egress.holds import OwedTopics
 from streamer.egress.plans import Plans, items_of
-from streamer.egress.sender import QueuedRecord
+from streamer.walk.sender import QueuedRecord
 from uprotocol.v1.ucode_pb2 import UCode
 
 PASSED_LETTERS_MAX: Final = 100  # until the peer takes messages again

@@ -17,9 +17,9 @@ import structlog
 from history.records.chunk import is_publish
 from streamer.egress.catch_up import Aside, CatchUp
 from streamer.egress.holds import AddressHold, Kind, OwedTopics
-from streamer.egress.paused import Pause, Paused
 from streamer.egress.plans import Plans
-from streamer.egress.sender import QueuedRecord, Sender, key_of
+from streamer.walk.paused import Pause, Paused
+from streamer.walk.sender import QueuedRecord, Sender, key_of
 from transports.base import NOT_TRIED
 from uprotocol import attributes as attrs
 from uprotocol.status import Settled, is_nobody_listening

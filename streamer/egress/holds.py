@@ -32,20 +32,15 @@ from typing import Final, Literal, NamedTuple
 
 import structlog
 
-from history.file.load import Cursor
 from history.log.cursors import CURSORS_MAX
 from history.log.log import Log
-from streamer.egress.sender import QueuedRecord
+from streamer.egress.rows import HOLDER, row, units_of
+from streamer.walk.sender import QueuedRecord
 from streamer.walk.view import Target
 from uprotocol.status import code_name
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-PARKED_PREFIX: Final = "parked:"
-HELD_PREFIX: Final = "held:"
-CURSOR_PREFIX: Final = "egress:"  # of the cursor of a peer's pump
-HOLDER: Final = "egress"  # of all cursors of an endpoint that is owed every record
-OWED_PREFIX: Final = "owed:"
 # topics of one peer; each has a row in the log's file. With more, the peer waits, and nothing is lost
 PARKED_MAX: Final = 5_000
 ADDRESSES_MAX: Final = 5_000  # units of one peer; with more, several addresses become one
@@ -77,12 +72,6 @@ Clock = Callable[[], float]
 log = structlog.get_logger()
 
 
-def _rows(source: Log, prefix: str) -> list[tuple[str, Cursor]]:
-    """Returns the cursors of a log whose names begin with `prefix`, by the rest of their names."""
-    rows = source.cursors.all().items()
-    return [(name.removeprefix(prefix), cursor) for name, cursor in rows if name.startswith(prefix)]
-
-
 def cursors_left(source: Log) -> int:
     """Returns how many more rows holds may have; the other rows are for other cursors."""
     return CURSORS_MAX - CURSORS_RESERVED - len(source.cursors)
@@ -107,7 +96,7 @@ class TopicHolds(dict[int, TopicHold]):
     def __init__(self, source: Log, peer: str, wait_ms_max: int) -> None:
         """`wait_ms_max`: how long retention by age waits for each of them."""
         super().__init__()
-        self._log, self._prefix, self._wait_ms_max = source, f"{PARKED_PREFIX}{peer}:", wait_ms_max
+        self._log, self._peer, self._wait_ms_max = source, peer, wait_ms_max
         self._ran_ms = 0  # running time of the streamer at the last call of `wait`
 
     @property
@@ -122,11 +111,11 @@ class TopicHolds(dict[int, TopicHold]):
 
     def load(self) -> None:
         """Load the holds. `served` is not on disk, so authorities that were served may get records twice."""
-        for number, cursor in _rows(self._log, self._prefix):
+        for number, cursor in units_of(self._log.cursors.all(), "parked", self._peer).items():
             if number.isdecimal() and self._log.knows_stream(int(number)):
                 self[int(number)] = TopicHold(cursor.seq, self._ran_ms - cursor.absent_ms, self._ran_ms)
             else:
-                self._log.cursors.drop(self._prefix + number)
+                self._log.cursors.drop(row("parked", self._peer, number))
 
     def park(self, stream: int, after: int, served: Iterable[Target]) -> None:
         self[stream] = TopicHold(after, self._ran_ms)
@@ -153,7 +142,7 @@ class TopicHolds(dict[int, TopicHold]):
 
     def forget(self, stream: int) -> None:
         del self[stream]
-        self._log.cursors.drop(f"{self._prefix}{stream}")
+        self._log.cursors.drop(row("parked", self._peer, stream))
 
     def wait(self, ms: int) -> None:
         """Note that `ms` have passed."""
@@ -163,7 +152,7 @@ class TopicHolds(dict[int, TopicHold]):
                 self._save(stream)
 
     def _save(self, stream: int) -> None:
-        hold, cursor = self[stream], f"{self._prefix}{stream}"
+        hold, cursor = self[stream], row("parked", self._peer, stream)
         hold.saved_at = self._ran_ms
         waited_ms = int(self._ran_ms - hold.began)
         holds = waited_ms < self._wait_ms_max
@@ -176,15 +165,16 @@ class OwedTopics(dict[int, int]):
 
     def __init__(self, source: Log, peer: str) -> None:
         super().__init__()
-        self._log, self._prefix = source, f"{OWED_PREFIX}{peer}:"
+        self._log, self._peer = source, peer
 
     def load(self) -> None:
-        self.update({int(number): cursor.seq for number, cursor in _rows(self._log, self._prefix)})
+        owed = units_of(self._log.cursors.seqs(), "owed", self._peer)
+        self.update({int(stream): seq for stream, seq in owed.items()})
 
     def add(self, owed: Mapping[int, int]) -> None:
         for stream, after in owed.items():
             self[stream] = after
-            self._log.cursors.set(f"{self._prefix}{stream}", after)
+            self._log.cursors.set(row("owed", self._peer, stream), after)
 
     def move(self, after: int) -> None:
         """Note that retention has deleted the records up to `after`."""
@@ -193,7 +183,7 @@ class OwedTopics(dict[int, int]):
     def clear_all(self) -> None:
         """Drop all: the peer has their records."""
         for stream in self:
-            self._log.cursors.drop(f"{self._prefix}{stream}")
+            self._log.cursors.drop(row("owed", self._peer, stream))
         self.clear()
 
 
@@ -312,7 +302,7 @@ class AddressHolds(dict[str, AddressHold]):
     def load(self) -> None:
         """Load the holds from when the log was closed."""
         now = self._time()
-        for rest, cursor in _rows(self._log, f"{HELD_PREFIX}{self._peer}:"):
+        for rest, cursor in units_of(self._log.cursors.all(), "held", self._peer).items():
             kind: Kind = "unheard" if rest[:1] == "u" else "refused"
             hold = AddressHold(
                 rest[1:],
@@ -540,7 +530,7 @@ class AddressHolds(dict[str, AddressHold]):
     def _is_behind_cursor(self, hold: AddressHold) -> bool:
         """Returns whether the pump's cursor has passed the position of a hold, as for a topic that was held before.
         The cursor can't wait for it then, and only a row keeps what waits over a restart."""
-        cursor = self._log.cursors.seq(CURSOR_PREFIX + self._peer)
+        cursor = self._log.cursors.seq(row("egress", self._peer))
         return cursor is not None and hold.after < cursor
 
     def forget_head(self, hold: AddressHold) -> None:
@@ -644,7 +634,7 @@ class AddressHolds(dict[str, AddressHold]):
     # On disk
 
     def _row_of(self, hold: AddressHold) -> str:
-        return f"{HELD_PREFIX}{self._peer}:{hold.kind[0]}{hold.unit}"
+        return row("held", self._peer, hold.kind[0] + hold.unit)
 
     def _save(self, hold: AddressHold) -> None:
         self._young.pop(hold.unit, None)

@@ -16,8 +16,8 @@ from typing import Final, NamedTuple, cast
 from history.log.log import Log
 from history.records.chunk import Chunk, authority_of, is_publish
 from streamer.egress.holds import AddressHold, AddressHolds, TopicHold, TopicHolds
-from streamer.egress.sender import QueuedRecord
 from streamer.walk.endpoint import Endpoint
+from streamer.walk.sender import QueuedRecord
 from streamer.walk.view import Decision, Target, View
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris

@@ -26,17 +26,19 @@ import structlog
 
 from history.log.log import Log, RetentionLoss
 from history.records.chunk import Chunk
+from streamer.egress import rows
 from streamer.egress.catch_up import Aside, CatchUp, Reading, loop_time
 from streamer.egress.expiry import Expiry
 from streamer.egress.holding import Holding
-from streamer.egress.holds import CURSOR_PREFIX, HELD_HOURS, HOLDER, AddressHolds, OwedTopics, TopicHolds
-from streamer.egress.paused import Pause, Paused
+from streamer.egress.holds import HELD_HOURS, AddressHolds, OwedTopics, TopicHolds
 from streamer.egress.plans import SKIP, Plans, items_of
-from streamer.egress.sender import LAND_S, Landed, OrderKey, QueuedRecord, Sender, key_of
+from streamer.egress.rows import HOLDER, row
 from streamer.letters.dead_letter import DeadLetters
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.flow import ACTIVE_S, LAG_RECORDS_MAX, LAG_SHARE_MAX, Flow
 from streamer.walk.ledger import units_of
+from streamer.walk.paused import Pause, Paused
+from streamer.walk.sender import LAND_S, Landed, OrderKey, QueuedRecord, Sender, key_of
 from streamer.walk.view import Version, View
 from transports.base import NOT_TRIED
 from uprotocol import cache as caches
@@ -54,10 +56,6 @@ WINDOW_BYTES_MAX: Final = 16 << 20  # of payload, read ahead: 2,000 large messag
 BATCH_MESSAGES_MAX: Final = 512  # per send_batch: with more, the cost per message does not fall further
 # after a failure of a connected network: it may concern one stream only, and others should not wait long
 CONNECTED_WAIT_MS_MAX: Final = 500
-# prefix of the cursor at which a peer began that was new while records waited for one that is not configured
-BEGAN_PREFIX: Final = "began:"
-# skipped:PEER:AFTER, of a cursor with the last seq that was skipped while the streamer was stopped
-SKIPPED_PREFIX: Final = "skipped:"
 AT_ONCE: Final = 0.0  # loop time of a step that need not wait
 ABSENT_MS_MAX: Final = 7 * 24 * 3_600_000  # how long retention by age waits for an endpoint that is away
 
@@ -138,7 +136,7 @@ class Pump:
         self.catch_up = CatchUp(self.plans, self.sender, self.aside, self.reading)
         self.holding = Holding(self.plans, self.owed, self.sender, self.aside, self.catch_up)
         self._expiry = Expiry(self.plans, self.owed, self.catch_up)
-        self.owned = OwnedCursor(source, CURSOR_PREFIX + peer.name, absent_ms_max)
+        self.owned = OwnedCursor(source, row("egress", peer.name), absent_ms_max)
         self._turn = asyncio.Lock()  # held by a step, or by a change that has to wait until nothing is in flight
         self.trouble = ""  # why the log can't be read
         self.retries = 0
@@ -466,11 +464,9 @@ def pass_unwanted(pump: Pump) -> None:
 def _report_skipped(pump: Pump) -> None:
     """Report what was skipped while the streamer was stopped (skipping.py)."""
     cursors = pump.log.cursors
-    for name, seq in cursors.seqs().items():
-        prefix, _, after = name.rpartition(":")
-        if prefix == SKIPPED_PREFIX + pump.peer.name and after.isdecimal():
-            pump.reading.on_gap(int(after), seq + 1, Gap.REASON_SKIPPED)
-            cursors.drop(name)
+    for after, seq in rows.units_of(cursors.seqs(), "skipped", pump.peer.name).items():
+        pump.reading.on_gap(int(after), seq + 1, Gap.REASON_SKIPPED)
+        cursors.drop(row("skipped", pump.peer.name, after))
 
 
 def messages_of(chunk: Chunk, plans: Plans) -> list[QueuedRecord] | None:

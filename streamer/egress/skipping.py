@@ -1,7 +1,7 @@
 """Moves the cursors of an endpoint forward to a time, because an operator wants the rest and not the backlog.
 
 running: time -> seq of each log -> count -> Holding.skip: held, parked and read records up to it, too -> gaps, counters
-stopped: the same in the log's rows (commands/cursors.py), with a row SKIPPED_PREFIX -> the next start reports the gap
+stopped: the same in the log's rows (commands/cursors.py), with a row `skipped:` -> the next start reports the gap
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ from streamer.following.covered import Covered, Digest
 from streamer.following.not_kept import NotKept
 from streamer.following.pushed import PushedBefore, Sorted
 from streamer.following.sorting import Doorbell, Intake, Sorting
+from streamer.walk.access import AccessPattern
 from streamer.walk.endpoint import Endpoint
-from streamer.walk.hosted import AccessPattern
 from streamer.walk.view import match
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

@@ -20,7 +20,7 @@ from storage.runtime import Runtime
 from streamer.following.followed import COVERED, Follow, Followed
 from streamer.following.not_kept import HISTORIES_SHOWN_MAX
 from streamer.following.sorting import Intake
-from streamer.operating.states import Condition, Sample, each
+from streamer.reporting import Condition, Sample, each
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import HostedTransport
 from streamer.walk.ingress import PUBLISHERS, OnPlainCopy

@@ -20,19 +20,17 @@ import structlog
 
 from history.log.log import Log
 from history.records.witness import seqs_of
-from streamer.egress.holds import CURSOR_PREFIX, HOLDER, OWED_PREFIX
-from streamer.egress.paused import Paused
 from streamer.egress.pump import Pump
-from streamer.operating.states import Condition, Sample
+from streamer.egress.rows import HOLDER, parsed, row, units_of
+from streamer.reporting import Condition, Sample
 from streamer.walk.endpoint import Endpoint
+from streamer.walk.paused import Paused
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Announcement, HandOver, HeldTopic, Position
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-FOLLOWED_PREFIX: Final = "followed:"
-FOLLOWER_PREFIX: Final = "follower:"
 # between announcements to a follower that has not taken over, and to one that has, in case it was restarted
 ANNOUNCE_S: Final = 5.0
 ANNOUNCE_TAKEN_S: Final = 60.0
@@ -108,7 +106,7 @@ class HandOvers:
         """Yields endpoint, log, and the number of records that the follower has not acknowledged."""
         for name in self._taken:
             for source in self._logs:
-                if (seq := source.cursors.seq(FOLLOWED_PREFIX + name)) is not None:
+                if (seq := source.cursors.seq(row("followed", name))) is not None:
                     yield name, source, source.newest_seq - seq
 
     def samples(self) -> Iterator[Sample]:
@@ -124,7 +122,7 @@ class HandOvers:
     def load_endpoint(self, name: str) -> None:
         """Do the same for one endpoint."""
         pumps = self._pumps[name]
-        held = [row for pump in pumps if (row := pump.log.cursors.get(FOLLOWED_PREFIX + name)) is not None]
+        held = [cursor for pump in pumps if (cursor := pump.log.cursors.get(row("followed", name))) is not None]
         if not held:
             return
         if name in self._followed_by:
@@ -133,7 +131,7 @@ class HandOvers:
         else:
             log.warning("an endpoint names no follower any more: publishes are pushed again", endpoint=name)
         for pump in pumps:
-            seq = pump.log.cursors.seq(FOLLOWED_PREFIX + name)
+            seq = pump.log.cursors.seq(row("followed", name))
             if name in self._followed_by:
                 pump.plans.is_followed = True
                 if seq is None:  # the log is in memory
@@ -141,13 +139,13 @@ class HandOvers:
             elif seq is not None:
                 pump.holding.resume_publishes(seq, 0)
                 pump.confirm()
-                pump.log.cursors.drop(FOLLOWED_PREFIX + name)
+                pump.log.cursors.drop(row("followed", name))
                 self._forget_follower(name, pump.log)
 
     def _hold(self, name: str, source: Log, seq: int) -> None:
         silent_ms = self._silent_ms.get(name, 0)
         holds = silent_ms < self.absent_ms_max
-        source.cursors.set(FOLLOWED_PREFIX + name, seq, holds=holds, absent_ms=int(silent_ms))
+        source.cursors.set(row("followed", name), seq, holds=holds, absent_ms=int(silent_ms))
 
     def _heard(self, name: str) -> None:
         if self._silent_ms.pop(name, 0) >= SAVE_MS:
@@ -162,7 +160,7 @@ class HandOvers:
     def _save(self, name: str) -> None:
         self._saved_ms[name] = self._silent_ms.get(name, 0)
         for pump in self._pumps[name]:
-            if (seq := pump.log.cursors.seq(FOLLOWED_PREFIX + name)) is not None:
+            if (seq := pump.log.cursors.seq(row("followed", name))) is not None:
                 self._hold(name, pump.log, seq)
 
     def _check_pause(self, peer: Endpoint) -> None:
@@ -243,7 +241,7 @@ class HandOvers:
         return [self._position(name, pump) for pump in self._pumps[name]]
 
     def _position(self, name: str, pump: Pump) -> Position:
-        seq = pump.log.cursors.seq(FOLLOWED_PREFIX + name)
+        seq = pump.log.cursors.seq(row("followed", name))
         assert seq is not None, "it was set when it was handed over"
         whose = uris.format(self._followed_by[name])
         return Position(
@@ -258,16 +256,15 @@ class HandOvers:
         """Returns the seq up to which the follower has acknowledged what waits for it under former names of its
         endpoint; None: it has no former name."""
         former = _rows_of(source, whose).keys() - self._endpoints.keys()
-        seqs = [seq for name in former if (seq := source.cursors.seq(FOLLOWED_PREFIX + name)) is not None]
+        seqs = [seq for name in former if (seq := source.cursors.seq(row("followed", name))) is not None]
         return min(seqs, default=None)
 
     def _follower_row(self, name: str) -> str:
-        return f"{FOLLOWER_PREFIX}{name}:{uris.format(self._followed_by[name])}"
+        return row("follower", name, uris.format(self._followed_by[name]))
 
     def _forget_follower(self, name: str, source: Log) -> None:
-        for row in _rows(source):
-            if _named(row) == name:
-                source.cursors.drop(row)
+        for service in units_of(source.cursors.seqs(), "follower", name):
+            source.cursors.drop(row("follower", name, service))
 
     async def _end(self, names: Iterable[str], positions: Mapping[bytes, int]) -> list[Position]:
         """End it for all these endpoints, also those that are not configured: the follower asks only once, and one that
@@ -286,25 +283,25 @@ class HandOvers:
         """What the follower has not had waits for an endpoint of that name, as if nobody had followed there."""
         for source in self._logs:
             rows, had = source.cursors.all(), positions.get(source.incarnation, 0)
-            if (followed := rows.get(FOLLOWED_PREFIX + name)) is not None:
-                owed = [row for row in rows if row.startswith(f"{OWED_PREFIX}{name}:")]
-                own = rows.get(cursor := CURSOR_PREFIX + name, followed)
-                seq = min([own.seq, *(max(rows[row].seq, had) for row in (FOLLOWED_PREFIX + name, *owed))])
-                source.cursors.set(cursor, seq, holds=own.holds, absent_ms=own.absent_ms, holder=HOLDER)
-                for row in (FOLLOWED_PREFIX + name, *owed):
-                    source.cursors.drop(row)
+            if (followed := rows.get(row("followed", name))) is not None:
+                read = [row("followed", name), *(row("owed", name, stream) for stream in units_of(rows, "owed", name))]
+                own = rows.get(row("egress", name), followed)
+                seq = min([own.seq, *(max(rows[cursor].seq, had) for cursor in read)])
+                source.cursors.set(row("egress", name), seq, holds=own.holds, absent_ms=own.absent_ms, holder=HOLDER)
+                for cursor in read:
+                    source.cursors.drop(cursor)
             self._forget_follower(name, source)
 
     async def _push_again(self, name: str, positions: Mapping[bytes, int]) -> list[Position]:
         ended: list[Position] = []
         for pump in self._pumps[name]:
-            seq = pump.log.cursors.seq(FOLLOWED_PREFIX + name)
+            seq = pump.log.cursors.seq(row("followed", name))
             if seq is None:
                 continue
             had = positions.get(pump.log.incarnation, 0)
             seq = min(max(seq, had), pump.log.newest_seq)
             await pump.between_batches(partial(pump.holding.resume_publishes, seq, had))
-            pump.log.cursors.drop(FOLLOWED_PREFIX + name)
+            pump.log.cursors.drop(row("followed", name))
             self._forget_follower(name, pump.log)
             ended.append(Position(incarnation=pump.log.incarnation, seq=seq))
         if name in self._taken:
@@ -321,7 +318,7 @@ class HandOvers:
             self._heard(name)
             for pump in self._pumps[name]:
                 source = pump.log
-                seq, known = positions.get(source.incarnation, 0), source.cursors.seq(FOLLOWED_PREFIX + name)
+                seq, known = positions.get(source.incarnation, 0), source.cursors.seq(row("followed", name))
                 if known is None or not known <= seq <= source.newest_seq:
                     continue
                 if known < seq:
@@ -339,9 +336,9 @@ class HandOvers:
         if not others:
             self._without_others.add((source, whose))
         for name in others:
-            row = source.cursors.get(FOLLOWED_PREFIX + name)
-            if row is not None and row.seq < seq:
-                source.cursors.set(FOLLOWED_PREFIX + name, seq, holds=row.holds, absent_ms=row.absent_ms)
+            cursor = source.cursors.get(row("followed", name))
+            if cursor is not None and cursor.seq < seq:
+                source.cursors.set(row("followed", name), seq, holds=cursor.holds, absent_ms=cursor.absent_ms)
 
     def _look_for_others(self, caller: UUri, positions: Mapping[bytes, int]) -> None:
         ours = {incarnation for one in self._logs for incarnation in (one.incarnation, *one.predecessors)}
@@ -381,17 +378,10 @@ def _is_same(service: UUri, caller: UUri) -> bool:
     return uris.key(service)[:3] == uris.key(caller)[:3]
 
 
-def _rows(source: Log) -> dict[str, int]:
-    return {row: seq for row, seq in source.cursors.seqs().items() if row.startswith(FOLLOWER_PREFIX)}
-
-
-def _named(row: str) -> str:
-    return row.split(":", 2)[1]
-
-
 def _rows_of(source: Log, whose: str) -> dict[str, int]:
     """Returns whether the service `whose` has acknowledged something, by the endpoint behind which it follows."""
-    return {_named(row): seq for row, seq in _rows(source).items() if row.split(":", 2)[2] == whose}
+    followers = ((parsed(name), seq) for name, seq in source.cursors.seqs().items() if name.startswith("follower:"))
+    return {named.endpoint: seq for named, seq in followers if named is not None and named.unit == whose}
 
 
 def _waits_after(pump: Pump) -> int:

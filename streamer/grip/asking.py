@@ -19,7 +19,7 @@ import structlog
 from streamer.grip.headers import Instruction
 from streamer.grip.items import Item
 from streamer.grip.link import LinkAnswer, Links, place_of, resolved
-from streamer.operating.states import Condition
+from streamer.reporting import Condition
 from uprotocol.callbacks import Remove
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError, invalid

@@ -21,7 +21,7 @@ from history.log.log import Log
 from streamer.config.edge import ChannelSection
 from streamer.grip.items import Item
 from streamer.grip.sequence import LastIds, Sequencer, Turn
-from streamer.operating.states import Condition, Sample, each
+from streamer.reporting import Condition, Sample, each
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.ingress import Dispatch, Ingress
 from uprotocol import callbacks

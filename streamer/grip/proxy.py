@@ -24,13 +24,13 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from streamer.config.edge import HttpSection, ProxySection
-from streamer.edge.lines import SeldomLog, break_off
 from streamer.grip.asking import HeardChannels, SharedLinks, check_hold
 from streamer.grip.headers import Instruction, grip_last
 from streamer.grip.held import RESPONSE_TIMEOUT_S, HeldRequest, HeldStream
 from streamer.grip.items import ResponseFormat
 from streamer.grip.link import Links, Sign, place_of, reason_of, resolved
-from streamer.operating.states import Condition, Sample, each
+from streamer.http.lines import SeldomLog, break_off
+from streamer.reporting import Condition, Sample, each
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError, invalid
 

@@ -14,9 +14,9 @@ from typing import Final
 import structlog
 from aiohttp import web
 
-from streamer.edge.lines import SeldomLog
 from streamer.grip.items import Item, read_items
 from streamer.grip.signatures import PublisherKey
+from streamer.http.lines import SeldomLog
 from uprotocol.status import UStatusError
 from uprotocol.transport import MESSAGE_BYTES_MAX
 from uprotocol.v1.ucode_pb2 import UCode

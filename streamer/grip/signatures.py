@@ -15,7 +15,7 @@ from typing import Final
 
 import jwt
 
-from streamer.operating.states import Condition
+from streamer.reporting import Condition
 from transports.certificates import KeptFiles
 from uprotocol import uuid as uuids
 from uprotocol.status import UStatusError

@@ -31,8 +31,8 @@ from storage.disk import REAL_DISK, Disk, FileKind, SqliteFile, delete_rows, ins
 from storage.faults import DamagedError, is_damage, move_aside
 from storage.runtime import REAL, Answerer, Runtime
 from streamer.letters.selection import LetterFilter
-from streamer.operating.states import Condition
-from streamer.walk.spans import MessageSpans
+from streamer.reporting import Condition
+from streamer.spans import MessageSpans
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication.shares import FairQueue

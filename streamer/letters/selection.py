@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from streamer.operating.operations import Arguments
+from streamer.operation import Arguments
 from uprotocol.status import code_name, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 import structlog
 
 from streamer.config import AdminSection
-from streamer.operating.operations import Operations
-from streamer.operating.states import NOT_READY, READY, Condition, cut, cut_line
+from streamer.operating.states import NOT_READY, READY, cut, cut_line
+from streamer.operation import Operations
+from streamer.reporting import Condition
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 

@@ -36,7 +36,7 @@ from storage.copies import SHARE, CopyPace, copy_store, copy_whole, sha256, writ
 from storage.disk import REAL_DISK, BadMarkError, Disk, InUseError, Lock, Marked, read_mark
 from storage.faults import FULL_BYTES, DamagedError, is_damage, is_denied, is_full
 from storage.runtime import REAL
-from streamer.operating.operations import NUMBER_MAX, Arguments, Operation
+from streamer.operation import NUMBER_MAX, Arguments, Operation
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 

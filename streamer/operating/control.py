@@ -19,9 +19,9 @@ from typing import Any, Final
 import structlog
 
 from storage.disk import REAL_DISK, InUseError, Lock
-from streamer.egress import paused as pauses
-from streamer.egress.paused import Pause, Paused
-from streamer.operating.operations import Arguments, Operation, Operations
+from streamer.operation import Arguments, Operation, Operations
+from streamer.walk import paused as pauses
+from streamer.walk.paused import Pause, Paused
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcServer
 from uprotocol.core.ustreamer.ids import LIST_PAUSED, PAUSE, RESUME

@@ -22,7 +22,7 @@ import structlog
 
 from history.file import damage as damages
 from history.log.log import Log
-from streamer.operating.states import Condition, Sample
+from streamer.reporting import Condition, Sample
 from uprotocol.uuid import moment
 
 REPORT_S: Final = 10.0  # between two log lines of an endpoint, and two writes: a flood must not wear out the flash

@@ -24,9 +24,9 @@ import structlog
 from aiohttp import web
 
 from streamer.config import AdminSection
-from streamer.edge.callers import host_of, is_known_host, name_of_host
-from streamer.edge.lines import SERVER, Latest, Limits, Lines, Listener, bearer_of, latest, latest_tls
-from streamer.operating.operations import Operations
+from streamer.http.hosts import host_of, is_known_host, name_of_host
+from streamer.http.lines import SERVER, Latest, Limits, Lines, Listener, bearer_of, latest, latest_tls
+from streamer.operation import Operations
 from uprotocol.status import UStatusError, code_name, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 

@@ -12,7 +12,7 @@ from typing import Any, Final, get_args
 import structlog
 
 from storage import logs
-from streamer.operating.operations import Arguments, Operation
+from streamer.operation import Arguments, Operation
 from uprotocol.status import invalid
 
 FOR_S_MAX: Final = 30 * 86_400

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from history.log.log import Log
+from streamer.durations import Durations
 from streamer.egress.pump import Pump
-from streamer.operating.durations import Durations
-from streamer.operating.states import Sample
+from streamer.reporting import Sample
 from streamer.walk.endpoint import Endpoint
 from uprotocol.status import UStatusError
 

@@ -19,13 +19,13 @@ from history.epochs.keeper import Keeper
 from history.log.log import Log
 from history.service.service import HistoryService
 from storage.faults import Reserve
+from streamer.durations import Durations
 from streamer.egress.holds import LABELS
 from streamer.egress.pump import Pump
-from streamer.egress.sender import ExpressQueue
 from streamer.letters.dead_letter import DeadLetters
-from streamer.operating.durations import Durations
-from streamer.operating.states import Sample, build, each
+from streamer.reporting import Sample, build, each
 from streamer.walk.endpoint import Endpoint
+from streamer.walk.sender import ExpressQueue
 from uprotocol.status import code_name
 from uprotocol.v1.ucode_pb2 import UCode
 

@@ -18,7 +18,7 @@ import structlog
 
 from history.file import damage as damages
 from history.log.log import Log
-from streamer.operating.states import STREAMER, Condition, Sample
+from streamer.reporting import STREAMER, Condition, Sample
 from streamer.walk.endpoint import Endpoint
 from uprotocol import uri as uris
 from uprotocol.uuid import moment

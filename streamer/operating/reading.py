@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Final
 
 from history.log.log import Log
-from streamer.operating.operations import Arguments, Operation
 from streamer.operating.readable import as_row
+from streamer.operation import Arguments, Operation
 from uprotocol import uri as uris
 from uprotocol.status import invalid
 from uprotocol.v1.umessage_pb2 import UMessage

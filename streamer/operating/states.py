@@ -8,25 +8,21 @@ degraded: it works, but a person should look. not ready: it does not work. docs/
 
 from __future__ import annotations
 
-import functools
-import platform
 import re
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import structlog
 
-import uprotocol
 from history.epochs.groups import created_ms
 from history.file import damage as damages
 from history.file.damage import Damage
 from history.log.log import Log
 from history.service.gaps import Gaps
-from streamer.operating.durations import Durations
+from streamer.reporting import OPENING, STARTING, STREAMER, Condition, Sample, each
 from streamer.walk.endpoint import Endpoint
 from transports.listeners import TtlCounts
 from uprotocol import uri as uris
@@ -39,9 +35,6 @@ DEGRADED: Final = "degraded"
 NOT_READY: Final = "not ready"
 STATES: Final = (READY, DEGRADED, NOT_READY)  # best first
 LOOK_S: Final = 1.0  # between looks; a change of a connection causes one at once
-STARTING: Final = "starting"
-OPENING: Final = "its network is being opened"
-STREAMER: Final = ""  # names the streamer itself in place of an endpoint
 LINES_SHOWN_MAX: Final = 300  # of problems, and of notes; enough for PAUSES_MAX paused patterns
 LINE_CHARACTERS_MAX: Final = 1_000
 WINDOW_S: Final = 60.0  # in which expired messages are counted
@@ -54,35 +47,8 @@ FAST_SENDERS_MAX: Final = 256  # authorities; a stranger may make them up
 EXPIRED_SHARE: Final = 0.5  # a larger share is reported
 _NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
 
-# one value for the metrics: name of a family in metrics.py, values of its labels, value
-Sample = tuple[str, tuple[str, ...], float | Durations]
 
 log = structlog.get_logger()
-
-
-@functools.cache
-def build() -> tuple[str, str, str]:
-    """Returns the version of the program, `compiled` or `interpreted`, and the version of Python."""
-    core = "compiled" if uprotocol.CORE.startswith("compiled") else "interpreted"
-    return metadata.version("up-streamer"), core, platform.python_version()
-
-
-def each(name: str, labels: tuple[str, ...], counts: Mapping[str, float]) -> Iterator[Sample]:
-    """Returns a sample for each value of the family's last label."""
-    return ((name, (*labels, key), count) for key, count in counts.items())
-
-
-class Condition(NamedTuple):
-    """Something that is wrong now."""
-
-    text: str  # a plain sentence
-    endpoint: str = STREAMER
-    is_fatal: bool = False  # its endpoint, or the streamer, is not ready
-
-    @property
-    def problem(self) -> str:
-        """Returns the text with the name of the endpoint."""
-        return f"endpoint {self.endpoint}: {self.text}" if self.endpoint else self.text
 
 
 @dataclass(slots=True)

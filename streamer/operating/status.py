@@ -19,8 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from history.log.log import Log
 from streamer.config import Config
-from streamer.operating.operations import Arguments, Operation, Operations
-from streamer.operating.states import STREAMER, EndpointState, States, build, cut, cut_line
+from streamer.operating.states import EndpointState, States, cut, cut_line
+from streamer.operation import Arguments, Operation, Operations
+from streamer.reporting import STREAMER, build
 from uprotocol.uuid import moment
 
 if TYPE_CHECKING:

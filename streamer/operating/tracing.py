@@ -1,4 +1,4 @@
-"""Sends the spans of messages (streamer/walk/spans.py) to an OpenTelemetry collector: OTLP over HTTP.
+"""Sends the spans of messages (streamer/spans.py) to an OpenTelemetry collector: OTLP over HTTP.
 
 MessageSpans -> queue (bounded; beyond: lost, counted) -> thread: protobuf -> POST otlp/v1/traces
                                                           '-> not taken: lost, counted; a note in /readyz
@@ -26,9 +26,9 @@ import structlog
 
 from streamer.config.sections import TracingSection
 from streamer.letters.dead_letter import DeadLetters
-from streamer.operating.states import Sample, build
+from streamer.reporting import Sample, build
+from streamer.spans import MessageSpans, TraceSpan, Value
 from streamer.walk.endpoint import Endpoint
-from streamer.walk.spans import MessageSpans, TraceSpan, Value
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 

@@ -5,6 +5,6 @@ asking.py             A source in use: whatever it does is bounded, counted, and
 gates.py              Gate: messages of one topic pass in order, and wait where one may be missing
 http_source.py        The source `http`: a REST history in the shape of a Grip-Link
 recoveries.py         Recoveries: the sources of the configuration, and the gates of their topics
-source.py             RecoverySource, RecoveryPlugin: the interface for authors of sources
+source.py             The interface for authors of sources, under its public name
 waiting.py            The messages that wait at a gate, and the order of recovered ones
 """

@@ -15,8 +15,8 @@ from typing import Any, Final
 import structlog
 
 from streamer.config.edge import RecoverySection
-from streamer.recovery.source import Fetched, RecoverySource
 from streamer.recovery.waiting import GateEntry
+from streamer.recovery_source import Fetched, RecoverySource
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from streamer.config.edge import LinkUrl
 from streamer.grip.link import LinkAnswer, Links, resolved
 from streamer.recovery.asking import PAGE_MESSAGES_MAX
-from streamer.recovery.source import Fetched, RecoveryPlugin, RecoverySource
+from streamer.recovery_source import Fetched, RecoveryPlugin, RecoverySource
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.message import UMessageBuilder, UPayload

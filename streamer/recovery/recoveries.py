@@ -15,13 +15,13 @@ import structlog
 
 from history.log.log import Log
 from storage.runtime import Runtime
+from streamer import recovery_source as sources
 from streamer.config.edge import RecoverySection
-from streamer.operating.states import Condition, Sample, each
-from streamer.recovery import source as sources
 from streamer.recovery.appending import PREFIX
 from streamer.recovery.asking import AskedSource
 from streamer.recovery.gates import ASK_MS_MAX, ASK_MS_MIN, Cause, Gate, GateParts
-from streamer.recovery.source import Fetched, RecoverySource
+from streamer.recovery_source import Fetched, RecoverySource
+from streamer.reporting import Condition, Sample, each
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
 from streamer.walk.ingress import IdWindow, Logs, Pass

@@ -19,8 +19,8 @@ from typing import Any, Final, TypeVar, cast
 
 import structlog
 
+from streamer.spans import MessageSpans
 from streamer.walk.names import Names, Twins, ambiguous
-from streamer.walk.spans import MessageSpans
 from transports.base import NOT_TRIED, stopped
 from uprotocol import callbacks
 from uprotocol import uri as uris

@@ -17,12 +17,12 @@ from typing import Any, Final
 import structlog
 
 from history.log.log import Log, TopicsFullError
-from streamer.egress.sender import Express
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.flow import Appender, Flow, Offer
 from streamer.walk.hosted import HostedTransport
 from streamer.walk.ledger import UNIT_BYTES, UNLIMITED, Account, AuthorityLedger, AuthorityQuota
 from streamer.walk.names import may_carry_addresses
+from streamer.walk.sender import Express
 from streamer.walk.view import Version, View, match
 from transports.listeners import all_of
 from uprotocol import attributes as attrs

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import structlog
 
-from streamer.operating.states import Sample
+from streamer.reporting import Sample
 from uprotocol import callbacks
 from uprotocol.callbacks import Remove
 

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import structlog
 
-from streamer.operating.states import OPENING, Condition
+from streamer.reporting import OPENING, Condition
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import HostedTransport
 from streamer.walk.ingress import PUBLISHERS, Ingress

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from history.log.log import Log
-from streamer.egress.paused import Paused
 from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.walk.paused import Paused
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from streamer.operating.states import Sample
+from streamer.reporting import Sample
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.view import Rules
 from uprotocol import uri as uris

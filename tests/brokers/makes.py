@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from streamer.demo import mosquitto
+from streamer.commands.demo import mosquitto
 from tools.broker import Broker, Server
 from transports.ports import free_port
 

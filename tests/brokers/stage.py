@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from streamer.demo.processes import Child
+from streamer.commands.demo.processes import Child
 from tests.brokers.makes import AnyBroker, Make
 from transports import plugin as plugins
 from transports.conformance.sinks import Changes, Sink

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from streamer.demo.drive import send_all
+from streamer.commands.demo.drive import send_all
 from tests.brokers.conftest import StartBroker
 from tests.brokers.makes import AnyBroker, Make
 from tests.brokers.stage import END, RECEIVER, SENDER, WAIT_S, App, Counts, Stage, all_of, publish, raw, topic

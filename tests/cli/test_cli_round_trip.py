@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from streamer.demo.processes import Child
+from streamer.commands.demo.processes import Child
 from tests.tiers import full
 from transports.ports import free_port
 from uprotocol import uri as uris

@@ -89,7 +89,7 @@ def test_ctrl_c_while_modules_are_imported_is_no_traceback(folder: Path, module:
     [
         ("streamer.app", ["run", "-c", "one.toml"]),
         ("usubscription.inspect", ["subscriptions", "-c", "one.toml"]),
-        ("streamer.demo.drive", ["replay", *ON_LOCAL]),
+        ("streamer.commands.demo.drive", ["replay", *ON_LOCAL]),
         ("transports.local", ENDLESS[0]),
     ],
     ids=lambda one: one if isinstance(one, str) else "",

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from streamer.demo.processes import Child
+from streamer.commands.demo.processes import Child
 from tests.known_store import make_known_store
 from tests.tiers import dds_domain
 from tools.broker import Broker

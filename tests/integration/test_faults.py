@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from streamer.demo.drive import send_all
-from streamer.demo.processes import Child
+from streamer.commands.demo.drive import send_all
+from streamer.commands.demo.processes import Child
 from tests.transports.zenoh_readers import Reader
 from tools.broker import Broker
 from uprotocol import uri as uris

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streamer.demo.drive import send_all
+from streamer.commands.demo.drive import send_all
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.umessage_pb2 import UMessage

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from streamer.demo.processes import Child
+from streamer.commands.demo.processes import Child
 from tools.broker import Broker
 from transports import plugin as plugins
 from transports.conformance import Sink

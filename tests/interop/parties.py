@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from streamer.demo.processes import die_with_parent
+from streamer.commands.demo.processes import die_with_parent
 from transports import plugin as plugins
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from streamer.demo.processes import Child
+from streamer.commands.demo.processes import Child
 from tests.interop.parties import WAIT_S, Ear, Fields, Network, Party, PythonParty, RustParty
 from tools.broker import Broker
 from transports.ports import free_port

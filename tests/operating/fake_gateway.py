@@ -11,7 +11,7 @@ from typing import Any, Self
 from streamer.config import AdminSection
 from streamer.operating.control import PAUSE_ARGUMENTS
 from streamer.operating.http_port import HttpPort
-from streamer.operating.operations import Arguments, Operation, Operations
+from streamer.operation import Arguments, Operation, Operations
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode

@@ -15,7 +15,7 @@ import structlog
 
 from storage import logs
 from streamer.operating.log_level import FOR_S_MAX, LogLevel
-from streamer.operating.operations import Operations
+from streamer.operation import Operations
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 

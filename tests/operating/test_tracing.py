@@ -13,9 +13,9 @@ import pytest
 
 from streamer.config import Config, TracingSection, loads
 from streamer.operating import tracing
-from streamer.operating.states import build
 from streamer.operating.tracing import SpanExporter, check_tracing, headers_of
-from streamer.walk.spans import EVENTS_MAX, SENDING_MAX, MessageSpans, TraceSpan
+from streamer.reporting import build
+from streamer.spans import EVENTS_MAX, SENDING_MAX, MessageSpans, TraceSpan
 from tests.operating.collector import PARENT, TRACE, TRACEPARENT, Collector, attributes_of
 from tests.operating.collector import collector as collector
 from tests.streamer.conftest import MakeWorld, World, publication

@@ -20,7 +20,7 @@ from history.records.chunk import Chunk
 from streamer.config import loads
 from streamer.operating.metrics import expose
 from streamer.recovery import gates, recoveries
-from streamer.recovery.source import Fetched, RecoveryPlugin, RecoverySource, create
+from streamer.recovery_source import Fetched, RecoveryPlugin, RecoverySource, create
 from tests.history.world import virtually
 from tests.recovery.model import OTHER, TIMEOUT_S, TOPIC, ChainedSource, ModelSource, Recovered, number_of, publication
 from tests.serving import serving

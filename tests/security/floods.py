@@ -22,7 +22,7 @@ from typing import Final
 
 from campaigns.chaos.judges import ZenohLink
 from campaigns.chaos.wire import NOTIFICATION, PUBLISH, Message, Uri, field, new_id
-from streamer.demo.processes import die_with_parent
+from streamer.commands.demo.processes import die_with_parent
 from tests.security.hostile import (
     FOREVER_MS,
     MARK,

@@ -22,7 +22,7 @@ import pytest
 import zenoh
 from zenoh.handlers import Callback
 
-from streamer.demo.processes import Child
+from streamer.commands.demo.processes import Child
 from tests.certificates import DAY, TestAuthority
 from tests.security import page
 from transports.conformance import Sink

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from campaigns.chaos.processes import ChaosError
-from streamer.demo.processes import die_with_parent
+from streamer.commands.demo.processes import die_with_parent
 from tests.security.attacks import Attack
 from tests.security.gauges import Gauges, memory_mib
 from tests.security.honest import Honest, percentile

@@ -19,7 +19,7 @@ from typing import Final, Self
 import pyspark
 
 from spark_ingest import java
-from streamer.demo.processes import die_with_parent
+from streamer.commands.demo.processes import die_with_parent
 from tests.spark import killing
 from tests.tiers import ROOT
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_ingest.decode import SCHEMA, TIME_MS_MAX, Decoded, Decoder, RecordColumns
-from streamer.demo import drive
+from streamer.commands.demo import drive
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Epoch, LogicalTime, RecordBatch, Sample

@@ -16,7 +16,7 @@ import pytest
 from spark_ingest import __main__ as command
 from spark_ingest import parquet, pipeline, plot
 from spark_ingest.decode import SCHEMA, Decoder, RecordColumns
-from streamer.demo import drive
+from streamer.commands.demo import drive
 from uprotocol.status import UStatusError
 
 

@@ -28,7 +28,7 @@ from spark_ingest.offsets import HistoryOffset, Offset, Range
 from spark_ingest.options import Options
 from spark_ingest.source import StreamReader
 from storage.copies import CopyPace
-from streamer.demo import drive
+from streamer.commands.demo import drive
 from tests.tiers import full
 from transports.ports import free_port
 from uprotocol import uri as uris

@@ -15,8 +15,8 @@ from history.reading.subscriber import GaplessSubscriber, HistoryClient
 from history.records.visible import Visible
 from history.service.matches import Match
 from streamer.config import loads
+from streamer.walk.access import Access, AccessEntry, AccessPattern
 from streamer.walk.endpoint import Endpoint, Endpoints
-from streamer.walk.hosted import Access, AccessEntry, AccessPattern
 from streamer.walk.view import Rule, Rules
 from tests.tiers import examples
 from transports.local import LocalNetwork, LocalTransport

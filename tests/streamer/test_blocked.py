@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from history.log.log import Log
 from streamer.egress import catch_up
 from streamer.egress.catch_up import Aside
-from streamer.egress.paused import Paused
 from streamer.egress.pump import Pump
-from streamer.egress.sender import PriorityQueue, QueuedRecord, key_of
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
+from streamer.walk.paused import Paused
+from streamer.walk.sender import PriorityQueue, QueuedRecord, key_of
 from streamer.walk.view import Decision, Leg, Target
 from tests.tiers import examples
 from uprotocol import uri as uris

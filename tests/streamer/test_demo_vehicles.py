@@ -14,11 +14,11 @@ from rich.console import Console
 
 from spark_ingest import parquet
 from streamer import config as configs
+from streamer.commands.demo import drive as drives
+from streamer.commands.demo import picture, vehicle
+from streamer.commands.demo.counts import DemoResult
+from streamer.commands.demo.vehicle import Vehicle
 from streamer.commands.options import Network
-from streamer.demo import drive as drives
-from streamer.demo import picture, vehicle
-from streamer.demo.counts import DemoResult
-from streamer.demo.vehicle import Vehicle
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamer.demo import drive
+from streamer.commands.demo import drive
 from tests.tiers import seeds
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2

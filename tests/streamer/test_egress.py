@@ -16,10 +16,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from history.log.log import Log
-from streamer.egress.paused import Paused
 from streamer.egress.pump import WINDOW_BYTES_MAX, Pump
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
+from streamer.walk.paused import Paused
 from streamer.walk.view import Decision, Leg, Target
 from transports.base import stopped
 from uprotocol import uri as uris

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamer.egress import sender as expresses
-from streamer.egress.sender import SENDERS_SHARE, Express
 from streamer.parts import MemoryLimits
+from streamer.walk import sender as expresses
 from streamer.walk.endpoint import Endpoint, Endpoints
+from streamer.walk.sender import SENDERS_SHARE, Express
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication.shares import CALLERS_SHARE

@@ -122,7 +122,7 @@ async def test_what_an_access_rule_refuses_waits_and_arrives_in_order_when_it_is
     world.networks["cloud"].allow()
     await heard_all(speed, range(60))
     await held(world, 0)
-    assert not [name for name in pump_of(world).log.cursors.seqs() if name.startswith(holds.HELD_PREFIX)]
+    assert not [name for name in pump_of(world).log.cursors.seqs() if name.startswith("held:")]
     await sent(vehicle, publish, SPEED, range(60, 70))
     await heard_all(speed, range(70))
 
@@ -609,7 +609,7 @@ async def _table(steps: list[tuple[int, str, int, bool]], most: int) -> None:
         for hold in list(table.values()):
             table.drop(hold)
         assert not list(table.states())
-        assert not [name for name in log.cursors.seqs() if name.startswith(holds.HELD_PREFIX)]
+        assert not [name for name in log.cursors.seqs() if name.startswith("held:")]
         assert table._heads_bytes == 0
 
 

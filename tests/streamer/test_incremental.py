@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from streamer.app import Streamer
 from streamer.config import loads
-from streamer.egress.paused import Pause, Paused
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.ingress import PUBLISHERS, Ingress
 from streamer.walk.networks import ASKED_AT_ONCE, EndpointFilters
+from streamer.walk.paused import Pause, Paused
 from streamer.walk.view import Rule, Rules, View
 from tests.streamer.conftest import THREE, endpoints, publication
 from tests.tiers import examples

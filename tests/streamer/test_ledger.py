@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamer.egress.sender import ANSWERS_MAX
 from streamer.operating import admin, control, metrics
 from streamer.parts import PACE_OUTSIDE_PER_S
 from streamer.walk.ledger import (
@@ -27,6 +26,7 @@ from streamer.walk.ledger import (
     Pressure,
     units_of,
 )
+from streamer.walk.sender import ANSWERS_MAX
 from uprotocol import uri as uris
 from uprotocol.communication.shares import CALLERS_SHARE
 from uprotocol.message import UMessageBuilder

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from storage import logs
 from streamer.commands import cli, letters, terminal
-from streamer.letters import dead_letter, resending
+from streamer.letters import dead_letter
 from streamer.letters.dead_letter import LetterStore, Stored
-from streamer.operating import metrics
+from streamer.operating import metrics, resending
 from streamer.operating.control import ControlSocket
 from streamer.walk.view import Rule
 from tests.streamer.conftest import THREE, World

@@ -10,8 +10,8 @@ import pytest
 
 from streamer.config import loads
 from streamer.operating import new_stores
-from streamer.operating.states import STREAMER
 from streamer.parts import neighbours_of
+from streamer.reporting import STREAMER
 from tests.streamer.conftest import MakeWorld, World
 from tests.streamer.test_reloading import changed, reload, with_endpoint
 from transports.local import LocalTransport

@@ -14,7 +14,7 @@ import pytest
 from streamer.config import AdminSection
 from streamer.operating.admin import Admin
 from streamer.operating.control import ControlSocket, call
-from streamer.operating.operations import Arguments, Operation, Operations
+from streamer.operation import Arguments, Operation, Operations
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 

@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 
 from history.log.log import Log, RetentionLoss
 from streamer.egress import catch_up, expiry
-from streamer.egress import paused as pauses
 from streamer.egress import pump as egress
-from streamer.egress.paused import PAUSES_MAX, Pause, Paused
 from streamer.egress.pump import Pump
 from streamer.operating import control
 from streamer.operating.control import ControlSocket, ask, pause_operations
-from streamer.operating.operations import Operations
+from streamer.operation import Operations
+from streamer.walk import paused as pauses
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
+from streamer.walk.paused import PAUSES_MAX, Pause, Paused
 from streamer.walk.view import Rule, Rules, View
 from transports.base import stopped
 from uprotocol import uri as uris

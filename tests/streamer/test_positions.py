@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from history.log.log import Log
 from streamer.egress import catch_up, holds
-from streamer.egress.holds import CURSOR_PREFIX, HELD_PREFIX, OWED_PREFIX, PARKED_PREFIX
-from streamer.egress.paused import Paused
 from streamer.egress.pump import Pump
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
+from streamer.walk.paused import Paused
 from streamer.walk.view import Rule, Rules, View
 from transports.base import stopped
 from uprotocol import uri as uris
@@ -262,12 +261,12 @@ class _Run:
             if message.payload in done:
                 continue
             address = self._network.address_of(message.attributes.source, None)
-            kept = [rows.get(f"{HELD_PREFIX}net:{kind}={address}") for kind in "ru"]
-            kept.append(rows.get(f"{PARKED_PREFIX}net:{stream}"))
+            kept = [rows.get(f"held:net:{kind}={address}") for kind in "ru"]
+            kept.append(rows.get(f"parked:net:{stream}"))
             if self._followed is None:
-                kept.append(rows[CURSOR_PREFIX + "net"])
+                kept.append(rows["egress:net"])
             else:
-                kept += [self._followed, rows.get(f"{OWED_PREFIX}net:{stream}")]
+                kept += [self._followed, rows.get(f"owed:net:{stream}")]
             if not any(row is not None and row < seq for row in kept):
                 self.faults.append(f"nothing keeps record {seq} of stream {stream}: {rows}, followed {self._followed}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamer.egress.sender import PriorityQueue
+from streamer.walk.sender import PriorityQueue
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder, UPayload

@@ -13,8 +13,8 @@ import pytest
 from history.log.log import Log
 from streamer.operating import reading
 from streamer.operating.control import ControlSocket, call
-from streamer.operating.operations import Operations
 from streamer.operating.reading import reading_operations
+from streamer.operation import Operations
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Sample
 from uprotocol.core.usubscription.wire import Status, Subscription

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from streamer.egress.sender import QueuedRecord, Sender
 from streamer.walk import networks
 from streamer.walk.endpoint import Endpoint
+from streamer.walk.sender import QueuedRecord, Sender
 from tests.streamer.conftest import Hearer, MakeWorld, World, text
 from transports.local import LocalTransport
 from uprotocol import uri as uris

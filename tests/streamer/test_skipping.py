@@ -11,6 +11,7 @@ import pytest
 from history.service.gaps import Gaps
 from streamer.commands import cursors
 from streamer.egress import holds
+from streamer.egress.rows import parsed
 from tests.streamer.conftest import MakeWorld, World
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, GapNotice
@@ -247,6 +248,4 @@ async def test_a_time_before_the_cursor_changes_nothing(
 
 
 def test_the_row_of_a_skip_belongs_to_its_endpoint() -> None:
-    from streamer.egress.claims import endpoint_of
-
-    assert endpoint_of("skipped:cloud:17") == "cloud"
+    assert parsed("skipped:cloud:17") == ("skipped", "cloud", "17")

@@ -18,7 +18,8 @@ import structlog
 from streamer import app as apps
 from streamer.config import loads
 from streamer.operating import metrics, states
-from streamer.operating.states import DEGRADED, NOT_READY, READY, Clocks, Condition, States
+from streamer.operating.states import DEGRADED, NOT_READY, READY, Clocks, States
+from streamer.reporting import Condition
 from streamer.walk.endpoint import Endpoint
 from tools.broker import Broker
 from transports.local import LocalNetwork, LocalTransport

@@ -18,12 +18,12 @@ from history.log.log import Log
 from storage import disk as disks
 from streamer import app as apps
 from streamer.config import Config
+from streamer.durations import Durations
 from streamer.egress import holds
 from streamer.operating import control, metrics
-from streamer.operating.durations import Durations
 from streamer.operating.meters import STEP_S, WINDOW_S, Meter
-from streamer.operating.states import build
 from streamer.operating.status import StreamerStatus
+from streamer.reporting import build
 from tests.streamer.conftest import Hearer, MakeWorld, World
 from transports.local import LocalTransport
 from transports.ports import free_port

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamer.egress.paused import Paused
 from streamer.walk import endpoint as endpoints_
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.ingress import IdWindow
+from streamer.walk.paused import Paused
 from streamer.walk.view import Rule, Rules, View
 from uprotocol import uri as uris
 from uprotocol.pacing import Backoff

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from streamer.demo.vehicle import Vehicle
+from streamer.commands.demo.vehicle import Vehicle
 from uprotocol import uri as uris
 
 

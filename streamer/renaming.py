@@ -15,8 +15,7 @@ from typing import Final
 import structlog
 
 from history.log.log import Log
-from streamer.egress.claims import endpoint_of
-from streamer.egress.holds import CURSOR_PREFIX
+from streamer.egress.rows import parsed, row
 from streamer.following.followed import COVERED
 
 TRANSPORT_FILE: Final = "endpoint-{}.json"  # in a data_dir: see UTransport.remember_in
@@ -28,28 +27,22 @@ def rename(old: str, new: str, logs: Iterable[Log], folder: Path) -> bool:
     """Carries the backlog of endpoint `old`, which is not in use, over to `new`, which has not begun. Returns False if
     there is none, or if `new` has a backlog of its own."""
     logs = list(logs)
-    if any(one.cursors.seq(CURSOR_PREFIX + new) is not None for one in logs):
+    if any(source.cursors.seq(row("egress", new)) is not None for source in logs):
         return False
-    found = False
-    for one in logs:
-        names = {name: _renamed(name, old, new) for name in one.cursors.seqs() if endpoint_of(name) == old}
-        one.cursors.rename(names)
-        found = found or bool(names)
-        for key in one.followed.positions():
+    is_carried = False
+    for source in logs:
+        rows = {name: named for name in source.cursors.seqs() if (named := parsed(name)) is not None}
+        names = {name: row(named.kind, new, named.unit) for name, named in rows.items() if named.endpoint == old}
+        source.cursors.rename(names)
+        is_carried = is_carried or bool(names)
+        for key in source.followed.positions():
             if (to := _followed_at(key, old, new)) is not None:
-                one.followed.rename(key, to)
+                source.followed.rename(key, to)
     with contextlib.suppress(FileNotFoundError):
         os.replace(folder / TRANSPORT_FILE.format(old), folder / TRANSPORT_FILE.format(new))
-    if found:
+    if is_carried:
         log.info("the backlog of an endpoint was carried over to its new name", old=old, new=new)
-    return found
-
-
-def _renamed(name: str, old: str, new: str) -> str:
-    """Returns the name of a cursor: PREFIX:ENDPOINT or PREFIX:ENDPOINT:..."""
-    prefix, _, rest = name.partition(":")
-    assert rest == old or rest.startswith(f"{old}:"), "it is a cursor of this endpoint"
-    return f"{prefix}:{new}{rest.removeprefix(old)}"
+    return is_carried
 
 
 def _followed_at(key: str, old: str, new: str) -> str | None:

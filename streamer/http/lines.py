@@ -40,7 +40,7 @@ HEAD_END: Final = b"\r\n\r\n"
 T = TypeVar("T")
 Files = Sequence[Path | None]
 
-silent: Final = logging.getLogger("streamer.edge.lines.nonsense")  # aiohttp's log lines about malformed requests
+silent: Final = logging.getLogger("streamer.http.lines.nonsense")  # aiohttp's log lines about malformed requests
 silent.disabled = True
 
 

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from storage.disk import REAL_DISK, Disk
 from storage.saved import SavedFile
-from streamer.operating.states import Condition, Sample, each
+from streamer.reporting import Condition, Sample, each
 from streamer.walk.endpoint import Endpoint, Endpoints
 from uprotocol import callbacks
 from uprotocol import uri as uris

@@ -28,13 +28,13 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from streamer.commands.demo import drive as drives
+from streamer.commands.demo import vehicle
+from streamer.commands.demo.counts import DemoResult
+from streamer.commands.demo.mosquitto import Broker
+from streamer.commands.demo.processes import START_TIMEOUT_S, Child
+from streamer.commands.demo.vehicle import Vehicle, toml
 from streamer.commands.options import DemoOptions, Network
-from streamer.demo import drive as drives
-from streamer.demo import vehicle
-from streamer.demo.counts import DemoResult
-from streamer.demo.mosquitto import Broker
-from streamer.demo.processes import START_TIMEOUT_S, Child
-from streamer.demo.vehicle import Vehicle, toml
 from transports.ports import free_port
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -126,7 +126,7 @@ class Demo:
             await ingest.stop()
         self._read_parquet()
         outcome.seconds = time.monotonic() - started
-        from streamer.demo.picture import draw
+        from streamer.commands.demo.picture import draw
 
         outcome.plot = options.out / "demo.png"
         titles = {one.name: one.title for one in outcome.vehicles}

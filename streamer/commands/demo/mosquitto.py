@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
-from streamer.demo.processes import die_with_parent
+from streamer.commands.demo.processes import die_with_parent
 from transports.ports import free_port
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode

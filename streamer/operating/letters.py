@@ -9,9 +9,9 @@ from typing import Any, Final
 import structlog
 
 from streamer.letters.dead_letter import REMOVED_MAX, DeadLetters, LetterStore, Stored
-from streamer.letters.resending import ONCE_MAX, Resender
 from streamer.letters.selection import LetterFilter
-from streamer.operating.operations import Arguments, Operation
+from streamer.operating.resending import ONCE_MAX, Resender
+from streamer.operation import Arguments, Operation
 
 LISTED_MAX: Final = 1_000  # in one answer
 LISTED_BYTES_MAX: Final = 8 << 20  # of the messages that are read for it

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from streamer.commands.demo import drive as drives
 from streamer.commands.options import Network
-from streamer.demo import drive as drives
 from uprotocol.status import UStatusError, invalid
 
 SIMULATED: Final = 4  # vehicles, if no drives are given

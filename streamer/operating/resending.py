@@ -21,13 +21,13 @@ from typing import Any, Final, NamedTuple
 
 import structlog
 
-from streamer.egress.paused import Paused
 from streamer.letters.dead_letter import DeadLetters, LetterStore, Refusal, Stored
 from streamer.letters.selection import LetterFilter
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.hosted import HostedTransport
 from streamer.walk.ingress import Ingress
 from streamer.walk.ledger import units_of
+from streamer.walk.paused import Paused
 from streamer.walk.view import View
 from transports.base import NOT_TRIED
 from uprotocol import attributes as attrs

@@ -1,0 +1,5 @@
+"""What the HTTP ports share.
+
+hosts.py              Names of hosts: which names a client may use to reach a port
+lines.py              The limits of connections, and files that are read again
+"""
