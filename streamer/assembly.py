@@ -1,17 +1,17 @@
-"""The composition root: creates and connects all parts of a streamer, and starts none.
+"""The composition root: creates and connects what every message passes, and starts none of it.
 
-    Config -> parts.py: parts that depend only on it -> Assembly: services, walk, networks
-                                                        '-> for each endpoint: ingress, pumps, clocks
-reports.py reports, attaching.py changes endpoints and rules at run time, app.py has the order of the parts and runs
-them.
+Config -> building.py: what depends only on it -> Assembly: services, walk, networks
+                                                  '-> for each endpoint: ingress, pumps
+parts/ runs and reports it; what the configuration loads (the HTTP edge, recovery, tracing) is a part alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 import structlog
 from google.protobuf.message import Message
@@ -20,38 +20,27 @@ from history.epochs.keeper import Keeper
 from history.service.gaps import Gaps
 from history.service.service import HistoryService
 from storage.runtime import Runtime
-from streamer import parts
-from streamer.config import Config, patterns
-from streamer.edge.edge import Handlers, HttpEdge
-from streamer.edge.places import Places
+from streamer import building
+from streamer.config import Config
 from streamer.egress.claims import Claims
 from streamer.egress.pump import Pump
 from streamer.following.follows import Follows
 from streamer.following.handover import HandOvers
 from streamer.following.kept import TopicsKept
 from streamer.letters.dead_letter import DeadLetters
-from streamer.lifecycle import EmbeddedUSubscription
-from streamer.operating.control import Control
 from streamer.operating.drops import Drops
-from streamer.operating.log_level import LogLevel
 from streamer.operating.new_stores import NewStores
-from streamer.operating.states import (
-    Clocks,
-    FastSenders,
-    LossReports,
-)
-from streamer.operating.tracing import Tracing
+from streamer.operating.states import LossReports
 from streamer.walk.access import Access
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
 from streamer.walk.hosted import HostedTransport
-from streamer.walk.ingress import Dispatch, IdWindow, Ingress, Logs
+from streamer.walk.ingress import Dispatch, IdWindow, Ingress, Logs, Pass
 from streamer.walk.ledger import AuthorityLedger, Pressure
 from streamer.walk.networks import Networks
 from streamer.walk.paused import FILE, Paused
 from streamer.walk.sender import Express
 from streamer.walk.view import Rules, View
-from streamer.walk.without_rule import WithoutRule
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.cache import raise_streams_max
@@ -63,9 +52,6 @@ from uprotocol.pacing import Backoff, Pace
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest
-
-if TYPE_CHECKING:
-    from streamer.edge.callers import Callers
 
 FOLLOW_MS_MIN: Final = 500  # shortest and ...
 FOLLOW_MS_MAX: Final = 60_000  # ... longest pause between attempts to follow a history
@@ -83,7 +69,6 @@ class Attached:
     endpoint: Endpoint
     ingress: Ingress
     pumps: list[Pump]
-    clocks: Clocks
     registrations: list[Remove]
     express_task: asyncio.Task[None] | None = None
     network_task: asyncio.Task[None] | None = None
@@ -100,28 +85,53 @@ class Attached:
         ]
 
 
+class Tasks:
+    """The tasks of a running streamer: if one fails, the streamer stops."""
+
+    def __init__(self) -> None:
+        self.group = asyncio.TaskGroup()  # entered by the streamer
+        self._running = set[asyncio.Task[None]]()
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Starts a task that is cancelled when the streamer stops."""
+        task = self.group.create_task(work, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    def cancel(self) -> None:
+        for task in list(self._running):
+            task.cancel()
+
+
 class Assembly:
-    """All parts of one streamer."""
+    """What every message passes, of one streamer.
+
+    Mutable: `config` (a reload), the parts of each endpoint (`attached`, `ingresses`, `pumps`), and who is called when
+    a network changes.
+    """
 
     def __init__(
         self, config: Config, endpoints: Endpoints, logs: Logs, window: IdWindow, keeper: Keeper, runtime: Runtime
     ) -> None:
-        self.config, self.logs, self.keeper, self.runtime = config, logs, keeper, runtime
+        self.config, self.logs, self.keeper, self.runtime, self.window = config, logs, keeper, runtime, window
         self.config_file: Path | None = None  # for reports
         self.started_ms = runtime.now_ms()
-        self.limits = parts.limits_of(config)
+        self.limits = building.limits_of(config)
         raise_streams_max(self.limits.streams_cached_max)
         self.endpoints, self.rules = endpoints, Rules()
         self.home = self.endpoints[config.home.name]
-        self.local = LocalUriProvider(config.authority, parts.ENTITY, parts.VERSION)
+        self.local = LocalUriProvider(config.authority, building.ENTITY, building.VERSION)
         self.ready, self.stopping = asyncio.Event(), asyncio.Event()
         self.attached: dict[str, Attached] = {}  # by name of the endpoint
         # those of `attached`, for parts that serve all endpoints
         self.ingresses: dict[str, Ingress] = {}
         self.pumps: list[Pump] = []
-        # of `run`: its tasks, and changes of endpoints one after the other
-        self.group, self.tasks = asyncio.TaskGroup(), set[asyncio.Task[None]]()
-        self.turn = asyncio.Lock()
+        self.tasks = Tasks()
+        # set by parts: what takes the messages of a topic that has a recovery source; who hears of networks
+        self.recovered: Callable[[UUri], Pass | None] = lambda topic: None
+        self.on_connection: list[Callable[[Endpoint, bool], None]] = [self._connection_changed]
+        self.on_listens: list[Callable[[Endpoint], None]] = [lambda endpoint: keeper.back(endpoint.name)]
         self._make_services()
         self._make_walk(window)
         self._make_networks()
@@ -135,7 +145,7 @@ class Assembly:
         self.gaps = Gaps(config.authority, self.logs, self._publish, now_ms=runtime.now_ms)
         self.losses = LossReports(self.gaps, self.logs.durable)
         self.drops = Drops(self.logs.durable, runtime.now_ms, asyncio.get_running_loop().time)
-        entities = parts.entities_of(config)
+        entities = building.entities_of(config)
         self.hosted = HostedTransport(self.home, self.endpoints, config.authority, config.answers_for, entities)
         self.dead_letters = DeadLetters(
             config.streamer.data_dir / "dead-letters.db",
@@ -145,25 +155,18 @@ class Assembly:
             bytes_max=self.limits.dead_letter_bytes_max,
             message_bytes_max=self.limits.message_bytes_max,
         )
-        self.tracing = Tracing(config.authority, self.endpoints, self.dead_letters)
-        self.usubscription = parts.usubscription_of(config, self.hosted, runtime, DRAIN_MS_MAX)
-        self.embedded: EmbeddedUSubscription | None = None
-        if self.usubscription is not None:
-            self.embedded = EmbeddedUSubscription(self.usubscription, runtime, self.losses.subscriptions_lost)
+        self.usubscription = building.usubscription_of(config, self.hosted, runtime, DRAIN_MS_MAX)
         names = [endpoint.name for endpoint in self.endpoints]
         now = asyncio.get_running_loop().time
         self.new_stores = NewStores(self.logs.durable, names, self.usubscription, runtime.now_ms, now)
         logs = tuple(self.logs)
         self.interest = Interest(
-            parts.interest_sources_of(config, self.hosted, self.endpoints, self.usubscription, runtime),
+            building.interest_sources_of(config, self.hosted, self.endpoints, self.usubscription, runtime),
             lambda: tuple([one.newest_seq for one in logs]),
         )
-        self.log_level = LogLevel(lambda: self.config.streamer.log_level)
         self.paused = Paused(config.streamer.data_dir / FILE, self.endpoints, config.authority, runtime.disk)
         self.paused.load()  # before a command can change it
         self.view = View(self.endpoints, self.rules, self.interest, self.logs, self.paused)
-        self.without_rule = WithoutRule(self.endpoints, self.rules, self.interest)
-        self.control = Control(self.hosted, self.local, self.paused, patterns(config.dispatch.control), DRAIN_MS_MAX)
 
     def _make_walk(self, window: IdWindow) -> None:
         """Creates the parts from ingress to pumps."""
@@ -177,7 +180,7 @@ class Assembly:
             backoff=self._backoff,
         )
         self.follows = Follows(
-            [parts.follow_of(section, self.endpoints) for section in config.follow],
+            [building.follow_of(section, self.endpoints) for section in config.follow],
             self.endpoints,
             self.hosted,
             self.local,
@@ -187,7 +190,6 @@ class Assembly:
             lambda: Backoff(FOLLOW_MS_MIN, FOLLOW_MS_MAX, runtime.rng),
             self.new_stores.followed_before,
         )
-        self.fast_senders = FastSenders()
         self.ledger = AuthorityLedger(
             self.limits.authorities_max,
             config.limits.authority_messages_per_s,
@@ -200,9 +202,6 @@ class Assembly:
         self.ledger.on_turn(self.new_stores.turn)
         self.ledger.on_new = self._arrived_from
         flows = {self.logs.durable: Flow(runtime.used), self.logs.volatile: Flow()}
-        self.recoveries = parts.recoveries_of(
-            config, self.endpoints, self.logs, flows, window, runtime, self.losses.not_recovered
-        )
         self.dispatch = Dispatch(
             self.view,
             self.logs,
@@ -212,7 +211,7 @@ class Assembly:
             window,
             self.ledger,
             self.follows.of_topic,
-            self.recoveries.of_topic,
+            lambda topic: self.recovered(topic),
             self.drops.add,
             config.limits.message_bytes_max,
         )
@@ -224,10 +223,9 @@ class Assembly:
 
     def make_endpoint(self, endpoint: Endpoint) -> Attached:
         """Creates the parts of one endpoint of the configuration."""
-        endpoint.spans = self.tracing.spans
         pumps = self.make_pumps(endpoint)
         looking = [self.interest.on_change(pump.interest_changed) for pump in pumps]
-        made = Attached(endpoint, Ingress(endpoint, self.dispatch), pumps, Clocks(endpoint), looking)
+        made = Attached(endpoint, Ingress(endpoint, self.dispatch), pumps, looking)
         self.attached[endpoint.name] = made
         self.ingresses[endpoint.name] = made.ingress
         return made
@@ -235,7 +233,7 @@ class Assembly:
     def make_pumps(self, endpoint: Endpoint) -> list[Pump]:
         """Creates the pumps of one endpoint, one for each log."""
         config = self.config
-        per_s = parts.messages_per_s_of(config, endpoint.name)
+        per_s = building.messages_per_s_of(config, endpoint.name)
         pace = None if per_s is None else Pace(per_s, asyncio.get_running_loop().time)  # of the pumps together
         pumps = [
             Pump(
@@ -288,7 +286,7 @@ class Assembly:
             self.usubscription.on_change(self.networks.listen_before_answer)
             self.usubscription.on_change(self.follows.follow_before_answer)
         self.claims = Claims(self.pumps, logs, config.history.absent_ms, self.networks.away_s)
-        self.access = Access(self.endpoints, self.rules, parts.access_of(config))
+        self.access = Access(self.endpoints, self.rules, building.access_of(config))
         self.history = HistoryService(
             self.hosted,
             self.local,
@@ -306,16 +304,40 @@ class Assembly:
             keeping=TopicsKept(self.view, self.logs, self.follows),
         )
         self.rules.on_change += [self.history.followers.sights_changed, self.follows.rules_changed]
-        self.edge = HttpEdge(config, self._edge_handlers)
 
-    def _edge_handlers(self, callers: Callers | None, places: Places) -> Handlers:
-        """Connects what answers requests at the HTTP edge. `callers`: None without http.listen."""
-        from streamer.edge.handlers import handlers_of  # imports aiohttp (0.1 s, 11 MiB)
-        from streamer.grip.channels import Outlet
+    def add_endpoint(self, endpoint: Endpoint) -> Attached:
+        """Adds an endpoint that is in the configuration by now."""
+        self.endpoints.add(endpoint)
+        attached = self.make_endpoint(endpoint)
+        self.express.add_endpoint(endpoint)
+        self.networks.add_endpoint(endpoint)
+        self.hosted.endpoint_added(endpoint)
+        return attached
 
-        outlet = Outlet(self.dispatch, self.entry, self.home, self.follows.append)
-        on_gap = self.losses.channel_gap
-        return handlers_of(self.config, self.history, outlet, on_gap, callers, places, self.runtime.now_ms)
+    def remove_pumps(self, attached: Attached) -> None:
+        """Removes the stopped pumps of an endpoint. Their cursors stay."""
+        for remove in attached.registrations:
+            remove()
+        for pump in attached.pumps:
+            pump.close()
+            self.pumps.remove(pump)
+
+    def remove_endpoint(self, attached: Attached) -> None:
+        """Removes a stopped endpoint without pumps."""
+        endpoint, name = attached.endpoint, attached.endpoint.name
+        attached.ingress.close()
+        endpoint.sends.close()
+        del self.attached[name], self.ingresses[name]
+        self.endpoints.remove(endpoint)
+        self.rules.changed()
+        self.express.remove_endpoint(name)
+        self.networks.remove_endpoint(name)
+        self.ledger.remove_endpoint(name)
+        self.keeper.back(name)
+
+    def topics_of(self, authority: str) -> int:
+        """Returns the number of its topics in the logs."""
+        return sum(source.topics_of(authority) for source in self.logs)
 
     def _arrived_from(self, authority: str, endpoint: str) -> None:
         """The first message of an authority has arrived: its uSubscription may know an earlier store of ours."""
@@ -325,15 +347,14 @@ class Assembly:
 
     def _connection_changed(self, endpoint: Endpoint, connected: bool) -> None:
         """Messages are missed from now on if the network is away."""
-        self.recoveries.connection_changed(endpoint, connected)
         if not connected and self.ready.is_set() and not self.stopping.is_set():
             why = f"the network of endpoint {endpoint.name!r} was away"
             self.keeper.away(endpoint.name, why, lambda authority: self.endpoints.owner(authority) is endpoint)
 
     def _listens(self, endpoint: Endpoint) -> None:
         """Messages are missed no more: the network is listened to again."""
-        self.recoveries.listens(endpoint)
-        self.keeper.back(endpoint.name)
+        for on_listens in self.on_listens:
+            on_listens(endpoint)
 
     def _connected(self, endpoint: Endpoint) -> None:
         self.new_stores.session_resumed(endpoint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from typing import Final, NamedTuple
 
@@ -47,3 +47,19 @@ class Condition(NamedTuple):
     def problem(self) -> str:
         """Returns the text with the name of the endpoint."""
         return f"endpoint {self.endpoint}: {self.text}" if self.endpoint else self.text
+
+
+class Reporter:
+    """What has something to report; by default nothing."""
+
+    def conditions(self) -> Iterable[Condition]:
+        """Returns what is wrong now: for readiness, the log and the status."""
+        return ()
+
+    def notes(self) -> Iterable[str]:
+        """Returns facts for the operator that are no problems."""
+        return ()
+
+    def samples(self) -> Iterable[Sample]:
+        """Returns the values of its metrics (operating/metrics.py lists the families)."""
+        return ()

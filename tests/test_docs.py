@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from history.file.rows import SCHEMA_VERSION
+from streamer.building import MemoryLimits
 from streamer.config import loads
-from streamer.parts import MemoryLimits
 from tools.house import PRODUCT
 
 ROOT = Path(__file__).resolve().parent.parent

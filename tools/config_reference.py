@@ -34,7 +34,7 @@ from pydantic_core import PydanticUndefined
 ROOT: Final = Path(__file__).resolve().parent.parent
 DOCS: Final = ROOT / "docs"
 CONFIG: Final = "streamer.config:Config"
-STATUS: Final = "streamer.operating.status:StreamerStatus"
+STATUS: Final = "streamer.parts.status:StreamerStatus"
 SCHEMA: Final = "status.schema.json"  # in docs
 # models that are not part of Config
 SERVICES: Final = (

@@ -178,7 +178,7 @@ async def walks(tree: Path) -> dict[str, Calls]:
         config = loads(CONFIG.format(data_dir=folder, zenoh_port=port, mqtt_port=broker.port))
         streamer = await Streamer.create(config)
         running = asyncio.ensure_future(streamer.run())
-        await asyncio.wait_for(streamer.ready.wait(), WAIT_S)
+        await asyncio.wait_for(streamer.assembly.ready.wait(), WAIT_S)
         application = await Other.start(tree, "application", port, broker.port)
         for walk in LOCAL:
             for _ in range(2):  # the first runs create state that later ones find

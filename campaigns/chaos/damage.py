@@ -149,7 +149,7 @@ class Stage:
 
     @property
     def busy(self) -> bool:
-        return any(pump.backlog for pump in self.streamer.pumps)
+        return any(pump.backlog for pump in self.streamer.assembly.pumps)
 
 
 _numbers = itertools.count()
@@ -176,13 +176,13 @@ async def _running(data_dir: Path) -> AsyncIterator[Stage]:
         streamer = await Streamer.create(config)
         running = asyncio.create_task(streamer.run())
         try:
-            ready = asyncio.create_task(streamer.ready.wait())
+            ready = asyncio.create_task(streamer.assembly.ready.wait())
             await asyncio.wait({ready, running}, return_when=asyncio.FIRST_COMPLETED, timeout=CASE_S_MAX)
             if not ready.done():
                 ready.cancel()
                 if running.done():
                     await running
-                raise TimeoutError(f"not ready after {CASE_S_MAX:.0f} s: {streamer.problems()}")
+                raise TimeoutError(f"not ready after {CASE_S_MAX:.0f} s: {streamer.parts.problems()}")
             yield Stage(streamer, vehicle, cloud, hearer)
         finally:
             streamer.stop()
@@ -248,7 +248,7 @@ async def make_base(folder: Path) -> tuple[Base, Base]:
         waiting = {seq for seq, content in seen.polled.items() if content not in had}
         assert len(waiting) == ROUNDS * len(TOPICS), "half of it waits"
         shutil.copytree(live, killed)
-        incarnation = stage.streamer.logs.durable.incarnation
+        incarnation = stage.streamer.assembly.logs.durable.incarnation
         stage.cloud.network.heal()
         stage.cloud.network.break_()
     shutil.copytree(live, stopped)
@@ -267,9 +267,9 @@ async def observe(base: Base, data_dir: Path) -> Seen:
             with contextlib.suppress(UStatusError):  # then it has no results, and is judged by that
                 await _read_history(stage, base.incarnation, base.first, seen)
             streamer = stage.streamer
-            seen.problems = [problem for problem in streamer.problems() if TELLING.search(problem)]
-            seen.peer_gaps = sum(pump.reading.gaps for pump in streamer.pumps if pump.peer.name == "cloud")
-            seen.same_log = streamer.logs.durable.incarnation == base.incarnation
+            seen.problems = [problem for problem in streamer.parts.problems() if TELLING.search(problem)]
+            seen.peer_gaps = sum(pump.reading.gaps for pump in streamer.assembly.pumps if pump.peer.name == "cloud")
+            seen.same_log = streamer.assembly.logs.durable.incarnation == base.incarnation
     except UStatusError as error:
         seen.refused = str(error)
     except ExceptionGroup as group:

@@ -60,22 +60,22 @@ async def _check(world: World, emptied: Machine, other: Machine, shared: set[tup
         return
     assert emptied.streamer is not None
     assert other.streamer is not None
-    if not any(" new since " in note for note in emptied.streamer.notes()):
-        checker.fail("emptied and not noted", f"{emptied.name}: {emptied.streamer.notes()}")
+    if not any(" new since " in note for note in emptied.streamer.parts.notes()):
+        checker.fail("emptied and not noted", f"{emptied.name}: {emptied.streamer.parts.notes()}")
     end = world.loop.now + RENEWED_S_MAX
     while (missing := shared - await _of_other_services(emptied)) and world.loop.now < end:
         await world.until(lambda: False, 0.25)
     if missing:
         checker.fail("not renewed", f"after {RENEWED_S_MAX} s {emptied.name} does not have {min(missing)}")
     if shared:
-        await _reported(world, emptied, lambda: _has(emptied.streamer.problems(), "knew others"), "degraded")
-        await _reported(world, other, lambda: _has(other.streamer.notes(), "had lost"), "noted at the other one")
+        await _reported(world, emptied, lambda: _has(emptied.streamer.parts.problems(), "knew others"), "degraded")
+        await _reported(world, other, lambda: _has(other.streamer.parts.notes(), "had lost"), "noted at the other one")
 
 
 async def _reported(world: World, machine: Machine, is_reported: Callable[[], bool], what: str) -> None:
     if not await world.until(is_reported, REPORTED_S_MAX):
         assert machine.streamer is not None
-        said = [*machine.streamer.problems(), *machine.streamer.notes()]
+        said = [*machine.streamer.parts.problems(), *machine.streamer.parts.notes()]
         world.checker.fail(f"emptied and not {what}", f"{machine.name}: {said}")
 
 
@@ -85,7 +85,7 @@ def _has(texts: list[str], part: str) -> bool:
 
 async def _of_other_services(machine: Machine) -> set[tuple[Key, Key]]:
     """(subscriber, topic) of the subscriptions that other uSubscription services have there."""
-    service = machine.streamer.usubscription if machine.streamer is not None else None
+    service = machine.streamer.assembly.usubscription if machine.streamer is not None else None
     if service is None:
         return set()
     return {

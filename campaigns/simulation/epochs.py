@@ -282,7 +282,7 @@ class EpochsChecker:
         """Called all the time: is a publisher whose clock is ahead reported?"""
         streamer = self._world.machines["V"].streamer
         if streamer is not None and self._world.machines["V"].ready:
-            reported = any("vin1/8009" in problem for problem in streamer.problems())
+            reported = any("vin1/8009" in problem for problem in streamer.parts.problems())
             self.is_reported_fast = self.is_reported_fast or reported
 
     @property

@@ -158,7 +158,7 @@ async def empty_one(world: World) -> None:
     if not await world.until(lambda: world.are_followed(), START_S_MAX):
         return  # the hub does not follow any more
     await asyncio.sleep(35.0)  # what was read is acknowledged
-    has_read = bool(hub.streamer is not None and hub.streamer.logs.durable.newest_seq)
+    has_read = bool(hub.streamer is not None and hub.streamer.assembly.logs.durable.newest_seq)
     await emptied.stop()
     world.note("emptied", emptied.name)
     shutil.rmtree(emptied.folder)
@@ -169,7 +169,7 @@ async def empty_one(world: World) -> None:
         return
     words = "an earlier one has had records of" if emptied is hub else "has followed another one"
     if not await world.until(lambda: _says(emptied, words), START_S_MAX):
-        said = emptied.streamer.problems() if emptied.streamer is not None else []
+        said = emptied.streamer.parts.problems() if emptied.streamer is not None else []
         world.checker.fail("emptied and not told", f"{emptied.name}: {said}")
     if emptied is hub:
         world.following.begin_again()
@@ -180,7 +180,7 @@ async def empty_one(world: World) -> None:
 
 
 def _says(machine: Machine, words: str) -> bool:
-    return machine.streamer is not None and any(words in one for one in machine.streamer.problems())
+    return machine.streamer is not None and any(words in one for one in machine.streamer.parts.problems())
 
 
 def config_of(world: Any, name: str, config: dict[str, Any]) -> dict[str, Any]:

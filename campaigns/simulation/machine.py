@@ -29,6 +29,8 @@ from history.publisher import HistoryPublisher
 from storage.runtime import Runtime, Used
 from streamer.app import Streamer
 from streamer.config import Config
+from streamer.parts.recovery import RecoveryPart
+from streamer.parts.reloading import Reloader
 from transports.local import LocalConfig, LocalTransport
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
 
 STOP_S_MAX: Final = 60.0  # for a stop; later a task counts as never ending
 LATE_OPEN_SHARE: Final = 0.2  # of the networks that a process opens: they take up to ...
-# ... before we are on them, and as long again until `open` returns. Together less than app.OPEN_WAIT_S: who is ready is
+# ... before we are on them, and as long again until `open` returns. Together less than NETWORKS_WAIT_S: who is ready is
 # on each network, which the checker counts on
 LATE_OPEN_S_MAX: Final = 2.4
 TAIL_RECORDS: Final = 64  # in the memory of a gateway whose work takes time
@@ -171,14 +173,14 @@ class GatewayProcess(MachineProcess):
     async def _serve(self, runtime: Runtime) -> None:
         config = self.machine.validated(self.machine.config)
         self.streamer = streamer = await Streamer.create(config, runtime)
-        for log in streamer.logs:
+        for log in streamer.assembly.logs:
             self._tap(log)
             if self.machine.world.message_s:
                 log.tail_share = functools.partial(_share_of_a_small_tail, log)  # type: ignore[method-assign]
         rest = self.machine.world.rest
         if rest is not None and self.machine.name == "V":
             with contextlib.suppress(UStatusError):  # a faulty disk
-                await rest.checker.read(streamer.logs.durable)
+                await rest.checker.read(streamer.assembly.logs.durable)
         self._tap_letters(streamer)
         self._tap_gaps(streamer)
         self._tap_listening(streamer)
@@ -186,7 +188,7 @@ class GatewayProcess(MachineProcess):
             self._open_late(
                 random.Random(f"{self.machine.world.seed} {self.name}")
             )  # a generator of its own, so that other draws do not change
-        waiting = asyncio.ensure_future(streamer.ready.wait())
+        waiting = asyncio.ensure_future(streamer.assembly.ready.wait())
         waiting.add_done_callback(lambda done: None if done.cancelled() else self._became_ready())
         try:
             await streamer.run()
@@ -207,48 +209,48 @@ class GatewayProcess(MachineProcess):
         return True
 
     def transports(self) -> list[LocalTransport]:
-        endpoints = self.streamer.endpoints if self.streamer is not None else ()
+        endpoints = self.streamer.assembly.endpoints if self.streamer is not None else ()
         return [one.transport for one in endpoints if isinstance(one.transport, LocalTransport)]
 
     def _tap_listening(self, streamer: Streamer) -> None:
         """When it has begun to listen: later than its start, and on a slow processor some time before it is ready."""
-        listening, machine = streamer.keeper.listening, self.machine
+        listening, machine = streamer.assembly.keeper.listening, self.machine
 
         def tapped() -> None:
             if self.alive:
                 machine.listens()
             listening()
 
-        streamer.keeper.listening = tapped  # type: ignore[method-assign]
+        streamer.assembly.keeper.listening = tapped  # type: ignore[method-assign]
 
     def _tap_letters(self, streamer: Streamer) -> None:
         """Only to end the wait for reported messages; the disk shows at the end whether it was stored."""
-        add, checker = streamer.dead_letters.add, self.machine.world.checker
+        add, checker = streamer.assembly.dead_letters.add, self.machine.world.checker
 
         def tapped(message: UMessage, *others: Any, **options: Any) -> None:
             checker.dead_letter(message)
             add(message, *others, **options)
 
-        streamer.dead_letters.add = tapped  # type: ignore[method-assign]
+        streamer.assembly.dead_letters.add = tapped  # type: ignore[method-assign]
 
     def _tap_gaps(self, streamer: Streamer) -> None:
         """Gaps of histories that are followed, and of recovery sources."""
-        on_gap, checker, name = streamer.follows.on_gap, self.machine.world.checker, self.machine.name
+        on_gap, checker, name = streamer.assembly.follows.on_gap, self.machine.world.checker, self.machine.name
 
         def tapped(service: UUri, gap: Gap) -> None:
             checker.followed_gap(name, gap)
             on_gap(service, gap)
 
-        streamer.follows.on_gap = tapped
+        streamer.assembly.follows.on_gap = tapped
         if self.machine.name == "V" and (rest := self.machine.world.rest) is not None:
-            report = streamer.recoveries.on_gap
+            report = streamer.parts.of(RecoveryPart).recoveries.on_gap
 
             def reported(topic: UUri, source: Log, what: str) -> None:
                 rest.checker.gap(topic, what)
                 report(topic, source, what)
 
-            streamer.recoveries.on_gap = reported
-            streamer.recoveries.on_answer = rest.checker.answered
+            streamer.parts.of(RecoveryPart).recoveries.on_gap = reported
+            streamer.parts.of(RecoveryPart).recoveries.on_answer = rest.checker.answered
 
 
 def _share_of_a_small_tail(log: Log, after: int) -> float:
@@ -428,14 +430,14 @@ class Machine:
         if process is None or streamer is None:
             self.config = config
             return process is None
-        if not process.ready or process.stopping or streamer.stopping.is_set():
+        if not process.ready or process.stopping or streamer.assembly.stopping.is_set():
             return False
         self.config = config
         self.world.checker.changes(self)
-        streamer.reloader.read = lambda: self.validated(config)
+        streamer.parts.of(Reloader).read = lambda: self.validated(config)
         context = contextvars.copy_context()
         context.run(PROCESS.set, process)
-        task = self.world.loop.create_task(streamer.reloader.reload(), name="reload", context=context)
+        task = self.world.loop.create_task(streamer.parts.of(Reloader).reload(), name="reload", context=context)
         await self.world.until(lambda: task.done() or not process.alive, RELOAD_S_MAX, 0.01)
         if not process.alive or self.process is not process:
             return True

@@ -226,7 +226,7 @@ class Plan:
     @staticmethod
     def _cloud(streamer: Any) -> Any:
         """The endpoint of the vehicle's gateway on the cloud's network, which may have been renamed."""
-        return next(one for one in streamer.endpoints if one.transport.network.name.endswith("/cloud"))
+        return next(one for one in streamer.assembly.endpoints if one.transport.network.name.endswith("/cloud"))
 
     def _machine(self) -> Machine:
         return self._dice.choice(list(self._world.machines.values()))
@@ -263,7 +263,7 @@ class Plan:
         streamer = machine.streamer
         if streamer is None:
             return
-        endpoint = self._dice.choice(list(streamer.endpoints))
+        endpoint = self._dice.choice(list(streamer.assembly.endpoints))
         transport: Any = endpoint.transport
         why = f"partition {machine.name} {endpoint.name}"
         self._world.checker.disturbed_from(why)
@@ -278,7 +278,7 @@ class Plan:
         machine = self._machine()
         if machine.streamer is None:
             return
-        endpoint = self._dice.choice(list(machine.streamer.endpoints))
+        endpoint = self._dice.choice(list(machine.streamer.assembly.endpoints))
         transport: Any = endpoint.transport
         why = f"hang {machine.name} {endpoint.name}"
         self._world.checker.disturbed_from(why)
@@ -295,7 +295,7 @@ class Plan:
         dice, machine = random.Random(f"{self._world.seed} forget {self._world.loop.now}"), self._v
         if machine.streamer is None:
             return
-        endpoint = dice.choice(list(machine.streamer.endpoints))
+        endpoint = dice.choice(list(machine.streamer.assembly.endpoints))
         transport: Any = endpoint.transport
         name = transport.network.name.split("/")[1]
         why = f"forget {machine.name} {endpoint.name}"
@@ -545,13 +545,13 @@ class Plan:
         dice, streamer = self._dice, self._v.streamer
         if streamer is None:
             return
-        names = [one.name for one in streamer.endpoints]
+        names = [one.name for one in streamer.assembly.endpoints]
         topic = uris.parse(dice.choice(("//vin1/8001/1/8001", "//*/FFFFFFFF/FF/FFFF")))
         peer = self._cloud(streamer).name
         origin = dice.choice(("", "", *[one for one in names if one != peer]))
         self._world.checker.disturbed_from("pause")
         with contextlib.suppress(UStatusError):  # it was killed meanwhile
-            await streamer.paused.pause(topic, peer, origin)
+            await streamer.assembly.paused.pause(topic, peer, origin)
         await self._some(4.0)
         match dice.randrange(4):
             case 0:
@@ -568,11 +568,11 @@ class Plan:
     async def _resume_all(self, machine: Machine) -> None:
         for _ in range(20):
             streamer = machine.streamer
-            if streamer is not None and not len(streamer.paused):
+            if streamer is not None and not len(streamer.assembly.paused):
                 break
             with contextlib.suppress(UStatusError):
-                for pause in list(streamer.paused) if streamer is not None else ():
-                    await streamer.paused.resume(uris.parse(pause.topic), pause.peer, pause.origin)
+                for pause in list(streamer.assembly.paused) if streamer is not None else ():
+                    await streamer.assembly.paused.resume(uris.parse(pause.topic), pause.peer, pause.origin)
             await asyncio.sleep(0.5)
         self._world.checker.disturbed_until("pause")
 
@@ -721,7 +721,7 @@ class Plan:
 
         def known() -> bool:
             streamer = self._v.streamer
-            return self._v.ready and streamer is not None and "hub" in streamer.interest.wants(topic)
+            return self._v.ready and streamer is not None and "hub" in streamer.assembly.interest.wants(topic)
 
         if await world.until(known, 60.0):
             world.checker.want("L", key, world.hops("L", key), confirmed=True)
@@ -782,7 +782,7 @@ class Plan:
         streamer = self._v.streamer
         if streamer is None:
             return
-        transport: Any = next(iter(streamer.endpoints)).transport
+        transport: Any = next(iter(streamer.assembly.endpoints)).transport
         self._world.checker.disturbed_from("partition V vehicle")
         transport.disconnect()
         await self._some(4.0)

@@ -74,7 +74,7 @@ class RestPublisher(Publisher):
         if uris.key(message.attributes.source) == uris.key(uris.parse(CHAINED)):
             return bool(self._world.recovery_dice.random() < LOSE)
         streamer = self._world.machines["V"].streamer
-        return streamer is None or not next(iter(streamer.endpoints)).transport.connected
+        return streamer is None or not next(iter(streamer.assembly.endpoints)).transport.connected
 
     async def _publish(self, topic: UUri, sink: UUri | None, priority: int, short_lived: bool) -> UMessage | None:
         history = self.histories[uris.key(topic)]

@@ -333,9 +333,9 @@ class World:
         count = 0
         for process in self.machines["V"].processes:
             if process.streamer is not None:
-                ledger = process.streamer.ledger
+                ledger = process.streamer.assembly.ledger
                 count += ledger.others.dropped + sum(account.own[2] for account in ledger)
-                refused = (endpoint.transport.refused or {} for endpoint in process.streamer.endpoints)
+                refused = (endpoint.transport.refused or {} for endpoint in process.streamer.assembly.endpoints)
                 count += sum(sum(one.values()) for one in refused)
         return count
 
@@ -349,7 +349,7 @@ class World:
         """From now on its kept messages cannot be lost."""
         if not self._keeper_was_followed:
             streamer = self.machines["V"].streamer
-            all = streamer.follows if streamer is not None else ()
+            all = streamer.assembly.follows if streamer is not None else ()
             self._keeper_was_followed = any(not one.is_gateway and one.has_position.is_set() for one in all)
         return self._keeper_was_followed
 
@@ -596,8 +596,8 @@ class World:
             if (
                 self.machines["V"].ready
                 and streamer is not None
-                and not streamer.interest.unhealthy
-                and not streamer.interest.can_list
+                and not streamer.assembly.interest.unhealthy
+                and not streamer.assembly.interest.can_list
             ):
                 self.checker.want("L", key, self.hops("L", key), confirmed=True)
                 return
@@ -614,7 +614,7 @@ class World:
         reported = self.checker.reported_lost[machine.name]
         transport.report_loss("it was opened again, and has forgotten what was on its way", len(forgotten))
         self.note("forgotten", machine.name, endpoint, len(forgotten))
-        is_problem = any(f"endpoint {endpoint}" in problem for problem in machine.streamer.problems())  # type: ignore[union-attr]
+        is_problem = any(f"endpoint {endpoint}" in problem for problem in machine.streamer.parts.problems())  # type: ignore[union-attr]
         if self.checker.reported_lost[machine.name] - reported < len(forgotten) or not is_problem:
             return  # they are still owed
         for message in forgotten:
@@ -643,8 +643,8 @@ class World:
                 streamer = machine.streamer
                 if streamer is None or not machine.ready:
                     continue
-                handed_over = handed_over or (machine.name == "V" and bool(streamer.handovers.followed))
-                for follower in streamer.history.followers:
+                handed_over = handed_over or (machine.name == "V" and bool(streamer.assembly.handovers.followed))
+                for follower in streamer.assembly.history.followers:
                     waiting = sum(not poll.is_pushed and not poll.is_cut for poll in follower.polls)
                     if waiting > 1:
                         self.checker.fail("more than one poll", f"{machine.name} holds {waiting} polls of {follower}")
@@ -756,7 +756,7 @@ class World:
 
     def _logs_of_keepers(self) -> list[Log]:
         streamers = (machine.streamer for machine in self.machines.values() if machine.config.get("epochs"))
-        return [log for streamer in streamers if streamer is not None for log in streamer.logs]
+        return [log for streamer in streamers if streamer is not None for log in streamer.assembly.logs]
 
     async def _check_epochs(self, epochs: EpochsChecker) -> None:
         await asyncio.sleep(EPOCHS_S)  # nobody closes the last bucket: it times out
@@ -771,7 +771,7 @@ class World:
         await self.until(lambda: not any(map(rest.checker.owed, rest.histories)), RECOVERED_S)
         streamer = self.machines["V"].streamer
         if streamer is not None and not self.checker.violations:
-            await rest.checker.finish(streamer.logs.durable)
+            await rest.checker.finish(streamer.assembly.logs.durable)
 
     async def _resend_letters(self) -> None:
         """Networks decline some messages of the gateways. An operator sends the dead letters again, and some gateways
@@ -823,7 +823,7 @@ class World:
         for machine in self.machines.values():
             if machine.streamer is not None:
                 newest = plan.newest_at_heal(machine)
-                for waits in machine.streamer.claims.unclaimed:
+                for waits in machine.streamer.assembly.claims.unclaimed:
                     self.checker.unclaimed.append((machine.name, waits.first, newest))
 
     def _all_ready(self) -> bool:
@@ -849,15 +849,20 @@ class World:
             if streamer is None:
                 return [f"{machine.name} does not run"]
             is_follower = bool(machine.config["follow"])
-            if is_follower and not any(one.is_gateway and one.state == "handed_over" for one in streamer.follows):
-                found.append(f"{machine.name} follows {list(streamer.follows)}")
-            of_publishers = [one for one in streamer.follows if not one.is_gateway and one.connected]
+            if is_follower and not any(
+                one.is_gateway and one.state == "handed_over" for one in streamer.assembly.follows
+            ):
+                found.append(f"{machine.name} follows {list(streamer.assembly.follows)}")
+            of_publishers = [one for one in streamer.assembly.follows if not one.is_gateway and one.connected]
             if self.keeper is not None and machine.name == "V" and not of_publishers:
-                found.append(f"V does not follow the publisher: {list(streamer.follows)}")
-            for name, log, records in streamer.handovers.backlog():
+                found.append(f"V does not follow the publisher: {list(streamer.assembly.follows)}")
+            for name, log, records in streamer.assembly.handovers.backlog():
                 if records > (UNFOLLOWED_MAX if self.epochs is not None else 0):
                     found.append(f"{machine.name} holds {records} records of {log} for {name}")
-            left, most = len(streamer.history.followers), 3  # a gateway, the reader, and one of its earlier lives
+            left, most = (
+                len(streamer.assembly.history.followers),
+                3,
+            )  # a gateway, the reader, and one of its earlier lives
             readers = self.epochs.readers if self.epochs is not None else ()
             most += 2 * sum(reader.machine == machine.name for reader in readers)
             if left > most:
@@ -883,7 +888,7 @@ class World:
         for machine in self.machines.values():
             if machine.streamer is None:
                 continue
-            log, after = machine.streamer.logs.durable, 0
+            log, after = machine.streamer.assembly.logs.durable, 0
             followed = FollowedLog(self.checker, machine.name)
             while chunks := await log.read(after):
                 for chunk in chunks:
@@ -920,7 +925,7 @@ class World:
             for place in ("cloud" if one == "hub" else one for one in places):
                 if place != origin and (origin, place) not in passing:
                     expected.add(f"there is no rule from {name_of[origin]} to {name_of[place]}")
-        notes = machine.streamer.notes()
+        notes = machine.streamer.parts.notes()
         for text in sorted(expected):
             if not any(text in note for note in notes):
                 self.checker.fail("wanted, not served and not noted", f"{text}: not in {notes}")
@@ -929,7 +934,7 @@ class World:
         wrong = []
         for hearer, (subscriber, topics, name) in self.subscribers.items():
             streamer = self.machines[name].streamer if name else None
-            service = streamer.usubscription if streamer is not None else self.lone if not name else None
+            service = streamer.assembly.usubscription if streamer is not None else self.lone if not name else None
             if service is None:
                 return [("not ready", f"{name} does not run")]
             rows, authority = await service.subscriptions(), service.authority
@@ -989,7 +994,7 @@ def problems_of(machine: Machine) -> list[str]:
         return ["it does not run"]
     return [
         problem
-        for problem in machine.streamer.problems()
+        for problem in machine.streamer.parts.problems()
         if not any(part in problem for part in ("is not configured", "acknowledge", "ahead of ours"))
     ]
 
@@ -1004,7 +1009,9 @@ class Spy(UListener):
     def on_receive(self, message: UMessage) -> None:
         world, since = self._world, self._world.handed_over_since
         streamer = world.machines["V"].streamer
-        if streamer is None or not all(pump.plans.is_followed for pump in streamer.pumps if pump.peer.name in NAMES):
+        if streamer is None or not all(
+            pump.plans.is_followed for pump in streamer.assembly.pumps if pump.peer.name in NAMES
+        ):
             return  # following is ending: one log after the other is pushed again
         if since is None or world.loop.now - since <= PUSHED_S_MAX:
             return

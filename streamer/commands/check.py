@@ -60,9 +60,9 @@ def check(
 
     Example: [bold]up-streamer check --config vehicle.toml --connect[/]
     """
+    from streamer.building import endpoints_of, notes_of, reserve_of, rule_of, too_small_note
     from streamer.commands.stored_interest import notes_of_subscriptions
-    from streamer.parts import endpoints_of, notes_of, reserve_of, rule_of, too_small_note
-    from streamer.unmatched import unknown_authorities
+    from streamer.parts.unmatched import unknown_authorities
 
     if take_over and not connect:
         raise invalid("--take-over says how --connect goes about it: give both")
@@ -123,9 +123,9 @@ def _lines(path: Path, found: Iterable[Finding]) -> list[str]:
 def _usable_files_and_stores(config: Config, path: Path) -> list[Finding]:
     """Returns what is notable about the files that a configuration names, and those in its data_dir. Raises
     FAILED_PRECONDITION with everything that was found if a start does not get over some of it."""
+    from streamer.building import bare_endpoints_of
     from streamer.commands.stored_files import findings_of_stores
     from streamer.commands.stored_interest import notes_of_subscriptions
-    from streamer.parts import bare_endpoints_of
 
     text = path.read_text(encoding="utf-8-sig")
     line = line_of(text, ("streamer", "data_dir"))
@@ -222,7 +222,7 @@ def _as_dict(config: Config, notes: list[str], paused: list[pauses.Pause]) -> di
 
 async def _make_transports(config: Config) -> dict[str, UTransport]:
     """Returns each endpoint's transport, not opened: a constructor may refuse settings that their model accepts."""
-    from streamer.parts import make_transport
+    from streamer.building import make_transport
 
     return {section.name: make_transport(config, section) for section in config.endpoint}
 
@@ -297,7 +297,7 @@ def _mistakes_of_keys(config: Config, text: str, unusable: set[Path]) -> Iterato
 
 
 def _certificate_files(config: Config) -> Iterator[tuple[Location, CertificateFile]]:
-    from streamer.parts import certificates_of
+    from streamer.building import certificates_of
 
     places: dict[str, Location] = {one.name: ("endpoint", at, "settings") for at, one in enumerate(config.endpoint)}
     places[""], places[certificates.EDGE] = ("admin",), ("http",)

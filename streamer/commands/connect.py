@@ -20,7 +20,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from storage.disk import REAL_DISK, InUseError
-from streamer import parts
+from streamer import building
 from streamer.commands import terminal
 from streamer.config import Config, EndpointSection, patterns
 from streamer.operating import control
@@ -67,7 +67,7 @@ class _Checks:
 
     def __init__(self, config: Config, made: Mapping[str, UTransport], take_over: bool, timeout_s: float) -> None:
         self._config, self._take_over, self._timeout_s = config, take_over, timeout_s
-        self._endpoints = parts.endpoints_of(config, dict(made))
+        self._endpoints = building.endpoints_of(config, dict(made))
         for endpoint in self._endpoints:
             endpoint.transport.message_bytes_max = config.limits.message_bytes_max
         self._needs = Needs(config, self._endpoints)
@@ -95,7 +95,7 @@ class _Checks:
         state = (running or {}).get(name, {})
         if state.get("state", "ready") != "ready":
             self._say(name, ProbeVerdict.FAIL, f"the running streamer says {state['state']}: {state.get('reason', '')}")
-        for file in parts.certificates_of_endpoint(section):
+        for file in building.certificates_of_endpoint(section):
             with contextlib.suppress(UStatusError):  # `check` has reported it
                 ends = datetime.fromtimestamp(await asyncio.to_thread(certificates.expires_s, file), UTC)
                 self._say(name, ProbeVerdict.OK, f"{file.setting} {file.path} is valid until {ends:%Y-%m-%d}")
@@ -159,10 +159,10 @@ class Needs:
     def __init__(self, config: Config, endpoints: Endpoints) -> None:
         self._endpoints, rules, authority = endpoints, Rules(), config.authority
         for section in config.rules:
-            rules.add(parts.rule_of(section))
+            rules.add(building.rule_of(section))
         paused = Paused(config.streamer.data_dir / FILE, endpoints, authority)
         self._view = View(endpoints, rules, Interest([]), (), paused)
-        home, entities = endpoints[config.home.name], parts.entities_of(config)
+        home, entities = endpoints[config.home.name], building.entities_of(config)
         self._hosted = HostedTransport(home, endpoints, authority, config.answers_for, entities)
         self._record = patterns(config.history.record)
 

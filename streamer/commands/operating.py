@@ -19,7 +19,7 @@ from streamer.commands.options import uri as uri_of
 from streamer.commands.terminal import Misuse
 from streamer.config import Config
 from streamer.operating import control
-from streamer.operations import VEHICLES_MAX
+from streamer.parts.senders import VEHICLES_MAX
 from streamer.walk import paused as pauses
 from streamer.walk.paused import Pause
 from uprotocol import uri as uris
@@ -112,7 +112,7 @@ def _control(do: str, at: DataDir, one: Pause | None, as_json: bool) -> None:
 
 def _require(config: Config, one: Pause) -> None:
     """Raises NOT_FOUND if the configuration lacks the peer, or the rule."""
-    from streamer.parts import rule_of
+    from streamer.building import rule_of
 
     names = [section.name for section in config.endpoint]
     if one.peer not in names and not any(uris.is_one_of(one.peer, section.authorities) for section in config.endpoint):

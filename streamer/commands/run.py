@@ -59,7 +59,7 @@ async def _serve(config: configs.Config, path: Path, as_json: bool) -> None:
 
     def on_ready(streamer: Streamer) -> None:
         port = streamer.admin.port or None
-        names = ", ".join(endpoint.name for endpoint in streamer.endpoints)
+        names = ", ".join(endpoint.name for endpoint in streamer.assembly.endpoints)
         data = {"ready": True, "authority": config.authority, "admin_port": port}
         with contextlib.suppress(OSError):  # a closed standard output is no reason to stop
             terminal.tell(as_json, data, f"ready: {config.authority} joins {names}")
@@ -91,12 +91,17 @@ async def _serve(config: configs.Config, path: Path, as_json: bool) -> None:
 async def _reload(streamer: Streamer) -> None:
     """Reloads at a signal: the log and /readyz have the result."""
     with contextlib.suppress(UStatusError):
-        await streamer.reloader.reload()
+        from streamer.parts.reloading import Reloader  # slow, as `serve`
+
+        await streamer.parts.of(Reloader).reload()
 
 
 def _status(streamer: Streamer) -> str:
-    problems = [one.problem for one in streamer.states.look()]
-    return f"{streamer.states.worst}: {'; '.join(problems)}" if problems else streamer.states.worst
+    from streamer.parts.readiness import Readiness  # slow, as `serve`
+
+    states = streamer.parts.of(Readiness).states
+    problems = [condition.problem for condition in states.look()]
+    return f"{states.worst}: {'; '.join(problems)}" if problems else states.worst
 
 
 def usubscription(

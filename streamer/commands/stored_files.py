@@ -17,7 +17,7 @@ from history.epochs.groups import Buckets, Progress
 from history.file.rows import LOG as LOG_KIND
 from storage.disk import REAL_DISK, BadMarkError, FileKind, InUseError, read_mark
 from storage.faults import DamagedError
-from streamer import parts
+from streamer import building
 from streamer.config import Config
 from streamer.letters.dead_letter import LETTERS as LETTERS_KIND
 from streamer.operating.backup import LETTERS, LOG, PARTNERS, SUBSCRIPTIONS, folder_after_restore
@@ -144,12 +144,12 @@ def _states(config: Config, path_of: Callable[[str], Path]) -> Iterator[StoredFi
         yield StoredFinding(error.message)
     saved = {config.authority} if config.usubscription_of(config.home) == "embedded" else set()
     for section in config.endpoint:
-        saved.update(parts.remote_authorities_of(config, section))
+        saved.update(building.remote_authorities_of(config, section))
     for authority in sorted(saved):
-        path = path_of(parts.saved_interest_of(config, authority).name)
+        path = path_of(building.saved_interest_of(config, authority).name)
         yield from _saved(SavedInterest(path, list).require_readable, "the service is asked for its subscriptions")
     yield from _saved(Partners(path_of(PARTNERS)).require_readable, "the partners are known from the subscriptions")
-    reserve = config.streamer.data_dir / parts.RESERVE_NAME
+    reserve = config.streamer.data_dir / building.RESERVE_NAME
     if reserve.exists() and not (reserve.is_file() and os.access(reserve, os.W_OK)):
         yield StoredFinding(f"the reserve of the disk can't be made: {reserve} can't be written", is_fatal=False)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from streamer import parts
+from streamer import building
 from streamer.config import Config
 from streamer.operating.backup import SUBSCRIPTIONS
 from streamer.walk.endpoint import Endpoints
@@ -34,7 +34,7 @@ def notes_of_subscriptions(config: Config, endpoints: Endpoints) -> list[str]:
 
 def add_causes(config: Config, entries: Iterable[ViewEntry]) -> None:
     """Sets "not_forwarded" of each entry: why no rule serves the subscription; None: one does."""
-    causes = Causes(parts.bare_endpoints_of(config), _rules_of(config))
+    causes = Causes(building.bare_endpoints_of(config), _rules_of(config))
     for entry in entries:
         topic, subscriber = uris.parse(entry["topic"]), uris.parse(entry["subscriber"])
         cause = causes.of(topic, subscriber.authority_name, is_ours=True)
@@ -44,7 +44,7 @@ def add_causes(config: Config, entries: Iterable[ViewEntry]) -> None:
 
 def _rules_of(config: Config) -> Rules:
     rules = Rules()
-    rules.replace(map(parts.rule_of, config.rules))
+    rules.replace(map(building.rule_of, config.rules))
     return rules
 
 
@@ -55,7 +55,7 @@ def _sources(config: Config) -> list[InterestSource]:
     if config.usubscription_of(config.home) == "embedded":
         sources.append(_source(config.authority, _embedded(config), is_ours=True))
     for section in config.endpoint:
-        authorities = parts.remote_authorities_of(config, section)
+        authorities = building.remote_authorities_of(config, section)
         sources += [_source(authority, _saved(config, authority), is_ours=False) for authority in authorities]
     return sources
 
@@ -88,4 +88,4 @@ def _embedded(config: Config) -> list[Subscription]:
 
 
 def _saved(config: Config, authority: str) -> list[Subscription]:
-    return SavedInterest(parts.saved_interest_of(config, authority), list).load()
+    return SavedInterest(building.saved_interest_of(config, authority), list).load()

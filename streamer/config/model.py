@@ -83,29 +83,6 @@ class Config(Section):
             raise PydanticCustomError("incoherent", "{text}", {"text": text, "mistakes": mistakes})
         return self
 
-    def with_endpoint(
-        self, section: EndpointSection, rules: Sequence[RuleSection] = (), follow: Sequence[FollowSection] = ()
-    ) -> Config:
-        """Returns a copy with the new endpoint and its rules. Raises INVALID_ARGUMENT if they don't fit."""
-        return self._changed(
-            endpoint=[*self.endpoint, section], rule=[*self.rules, *rules], follow=[*self.follow, *follow]
-        )
-
-    def without_endpoint(self, name: str) -> Config:
-        """Returns a copy without an endpoint and its entries. Raises INVALID_ARGUMENT if it is needed."""
-        return self._changed(
-            endpoint=[one for one in self.endpoint if one.name != name],
-            rule=[one for one in self.rules if name not in (one.from_, one.to)],
-            follow=[one for one in self.follow if one.endpoint != name],
-            access=[one for one in self.access if one.endpoint != name],
-        )
-
-    def _changed(self, **sections: Any) -> Config:
-        try:
-            return Config.model_validate({name: getattr(self, name) for name in self.model_fields_set} | sections)
-        except ValidationError as error:
-            raise invalid("; ".join(one["msg"] for one in error.errors())) from None
-
     @property
     def authority(self) -> str:
         """The streamer's own authority."""

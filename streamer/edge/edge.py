@@ -11,7 +11,7 @@ import structlog
 
 from streamer.config import Config
 from streamer.edge.places import Places
-from streamer.reporting import Condition, Sample
+from streamer.reporting import Condition, Reporter, Sample
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -56,7 +56,7 @@ def check_extra(config: Config) -> None:
         raise UStatusError(UCode.FAILED_PRECONDITION, why)
 
 
-class HttpEdge:
+class HttpEdge(Reporter):
     """The servers at `http.listen` and `grip.publish`, each if it is configured. `make` returns the handlers: it is
     called when the edge opens; `callers` is None without `http.listen`."""
 

@@ -25,7 +25,7 @@ from history.records.chunk import SEQ_MAX, is_publish
 from streamer.egress import skipping
 from streamer.egress.pump import Pump
 from streamer.egress.rows import WAITING, endpoints_of, parsed, row, units_of
-from streamer.reporting import Condition, Sample
+from streamer.reporting import Condition, Reporter, Sample
 from streamer.walk.endpoint import Endpoint
 from uprotocol.status import UStatusError
 
@@ -152,7 +152,7 @@ async def count(source: Log, endpoint: str, pump: Pump | None = None) -> int:
     return (await skipping.count(source, first, to, after)).records + newest - to
 
 
-class Claims:
+class Claims(Reporter):
     """Owns the cursors of endpoints that are not configured; the pumps own the others."""
 
     def __init__(

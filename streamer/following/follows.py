@@ -20,7 +20,7 @@ from storage.runtime import Runtime
 from streamer.following.followed import COVERED, Follow, Followed
 from streamer.following.not_kept import HISTORIES_SHOWN_MAX
 from streamer.following.sorting import Intake
-from streamer.reporting import Condition, Sample, each
+from streamer.reporting import Condition, Reporter, Sample, each
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import HostedTransport
 from streamer.walk.ingress import PUBLISHERS, OnPlainCopy
@@ -59,7 +59,7 @@ GATEWAYS: Final = uris.uri(uris.WILDCARD_AUTHORITY, ids.ENTITY, ids.VERSION, ids
 log = structlog.get_logger()
 
 
-class Follows(Intake, UListener):
+class Follows(Intake, UListener, Reporter):
     """All followed histories: those in `follows`, and those of publishers and gateways that announce themselves."""
 
     def __init__(

@@ -22,7 +22,7 @@ from history.log.log import Log
 from history.records.witness import seqs_of
 from streamer.egress.pump import Pump
 from streamer.egress.rows import HOLDER, parsed, row, units_of
-from streamer.reporting import Condition, Sample
+from streamer.reporting import Condition, Reporter, Sample
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.paused import Paused
 from uprotocol import uri as uris
@@ -41,7 +41,7 @@ SAVE_MS: Final = 600_000  # between saves of how long a follower has been silent
 log = structlog.get_logger()
 
 
-class HandOvers:
+class HandOvers(Reporter):
     """Owns the cursors `followed:ENDPOINT` and `follower:ENDPOINT:SERVICE`."""
 
     def __init__(

@@ -31,7 +31,7 @@ from storage.disk import REAL_DISK, Disk, FileKind, SqliteFile, delete_rows, ins
 from storage.faults import DamagedError, is_damage, move_aside
 from storage.runtime import REAL, Answerer, Runtime
 from streamer.letters.selection import LetterFilter
-from streamer.reporting import Condition
+from streamer.reporting import Condition, Reporter, Sample, each
 from streamer.spans import MessageSpans
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -79,6 +79,9 @@ REMOVED_MAX: Final = 1_000  # letters per transaction that removes them
 _VARIABLE: Final = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 T = TypeVar("T")
+# all are in the metrics at 0 from the start, so that the first letter is an increase
+CODES: Final = [code_name(code) for code in UCode.values() if code]
+
 log = structlog.get_logger()
 
 
@@ -395,7 +398,7 @@ class PerMinute:
         return Granted(stored, whole)
 
 
-class DeadLetters:
+class DeadLetters(Reporter):
     """Queues, stores and publishes dead letters. `add` never waits; `run` stores and publishes."""
 
     def __init__(
@@ -511,6 +514,16 @@ class DeadLetters:
     def conditions(self) -> Iterator[Condition]:
         if self.trouble:
             yield Condition(f"dead letters: {self.trouble}")
+
+    def samples(self) -> Iterator[Sample]:
+        yield "queued_bytes", ("", "dead letters"), self.queued_bytes
+        yield from each("dead_letters", (), dict.fromkeys(CODES, 0) | self.by_code)
+        yield "dead_letters_lost", (), self.lost
+        yield "dead_letters_limited", (), self.limited
+        yield "dead_letters_damaged", (), self.damaged
+        yield "dead_letters_stored", (), self.stock.letters
+        yield "dead_letters_resent", (), self.resent
+        yield "dead_letters_purged", (), self.purged
 
     def notes(self) -> Iterator[str]:
         letters, _, oldest_ms = self.stock

@@ -27,7 +27,7 @@ import structlog
 from streamer.config import AdminSection
 from streamer.operating.states import NOT_READY, READY, cut, cut_line
 from streamer.operation import Operations
-from streamer.reporting import Condition
+from streamer.reporting import Condition, Reporter
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 
@@ -51,7 +51,7 @@ class AdminAnswer(NamedTuple):
     body: bytes
 
 
-class Admin:
+class Admin(Reporter):
     """Serves one streamer at `address` (HOST:PORT). `guard`: token and certificate. `states`: see States.as_dict;
     without it, the state is ready if there are no problems. `status`: a StreamerStatus as JSON. The last answer of a
     page is repeated while answers take more than LOOP_SHARE of the loop's time."""

@@ -22,7 +22,7 @@ import structlog
 
 from history.file import damage as damages
 from history.log.log import Log
-from streamer.reporting import Condition, Sample
+from streamer.reporting import Condition, Reporter, Sample
 from uprotocol.uuid import moment
 
 REPORT_S: Final = 10.0  # between two log lines of an endpoint, and two writes: a flood must not wear out the flash
@@ -81,7 +81,7 @@ def _listed(counts: Counter[str], at_most: int | None = None) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.most_common(at_most))
 
 
-class Drops:
+class Drops(Reporter):
     """`add` counts; `turn` reports. `kept`: the log that keeps the entries. `now`: loop time, seconds."""
 
     def __init__(self, kept: Log, now_ms: Callable[[], int], now: Callable[[], float]) -> None:

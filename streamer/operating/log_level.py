@@ -13,6 +13,7 @@ import structlog
 
 from storage import logs
 from streamer.operation import Arguments, Operation
+from streamer.reporting import Reporter
 from uprotocol.status import invalid
 
 FOR_S_MAX: Final = 30 * 86_400
@@ -21,7 +22,7 @@ LEVELS: Final[tuple[logs.Level, ...]] = get_args(logs.Level)
 log = structlog.get_logger()
 
 
-class LogLevel:
+class LogLevel(Reporter):
     """`configured()`: the level that the configuration asks for. Lives on the loop."""
 
     def __init__(self, configured: Callable[[], logs.Level]) -> None:

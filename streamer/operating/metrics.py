@@ -22,12 +22,9 @@ from storage.faults import Reserve
 from streamer.durations import Durations
 from streamer.egress.holds import LABELS
 from streamer.egress.pump import Pump
-from streamer.letters.dead_letter import DeadLetters
 from streamer.reporting import Sample, build, each
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.sender import ExpressQueue
-from uprotocol.status import code_name
-from uprotocol.v1.ucode_pb2 import UCode
 
 # up_streamer_NAME (counters end with _total) -> kind, labels, help text
 COUNTER, GAUGE, HISTOGRAM = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -213,8 +210,6 @@ def expose(samples: Callable[[], Iterable[Sample]]) -> bytes:
 
 # The samples of parts
 
-# of dead letters: all are there at 0 from the start, so that the first letter is an increase
-CODES: Final = [code_name(code) for code in UCode.values() if code]
 ASKED_OF_HISTORY: Final = ("polls", "describes", "records", "gaps", "refused", "denied", "withheld")
 ASKED_BY_FOLLOWERS: Final = ("commands", "frames", "expired")
 
@@ -285,17 +280,6 @@ def of_epochs(keeper: Keeper) -> Iterator[Sample]:
         yield "epochs_clock_ahead_seconds", (kept.group.name,), ahead_ms.get(kept.group.name, 0) / 1_000
         yield from each("epochs", (kept.group.name,), kept.counts)
         yield "epochs_open", (kept.group.name,), len(kept.frontier.seen)
-
-
-def of_dead_letters(letters: DeadLetters) -> Iterator[Sample]:
-    yield "queued_bytes", ("", "dead letters"), letters.queued_bytes
-    yield from each("dead_letters", (), dict.fromkeys(CODES, 0) | letters.by_code)
-    yield "dead_letters_lost", (), letters.lost
-    yield "dead_letters_limited", (), letters.limited
-    yield "dead_letters_damaged", (), letters.damaged
-    yield "dead_letters_stored", (), letters.stock.letters
-    yield "dead_letters_resent", (), letters.resent
-    yield "dead_letters_purged", (), letters.purged
 
 
 def of_history(history: HistoryService) -> Iterator[Sample]:

@@ -18,7 +18,7 @@ import structlog
 
 from history.file import damage as damages
 from history.log.log import Log
-from streamer.reporting import STREAMER, Condition, Sample
+from streamer.reporting import STREAMER, Condition, Reporter, Sample
 from streamer.walk.endpoint import Endpoint
 from uprotocol import uri as uris
 from uprotocol.uuid import moment
@@ -35,7 +35,7 @@ NAMED_MAX: Final = 3  # services in one note
 log = structlog.get_logger()
 
 
-class NewStores:
+class NewStores(Reporter):
     """`durable`: the log that may be new, and that keeps what is reported. `endpoints`: their names at the start of
     the process. `now`: loop time, seconds."""
 

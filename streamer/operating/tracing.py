@@ -26,7 +26,7 @@ import structlog
 
 from streamer.config.sections import TracingSection
 from streamer.letters.dead_letter import DeadLetters
-from streamer.reporting import Sample, build
+from streamer.reporting import Reporter, Sample, build
 from streamer.spans import MessageSpans, TraceSpan, Value
 from streamer.walk.endpoint import Endpoint
 from uprotocol.status import UStatusError, invalid
@@ -215,7 +215,7 @@ def _put(attributes: Any, values: dict[str, Value]) -> None:
             added.value.string_value = value
 
 
-class Tracing:
+class Tracing(Reporter):
     """The tracing of a streamer: gives its endpoints and dead letters `spans` while there is a collector."""
 
     def __init__(self, authority: str, endpoints: Iterable[Endpoint], dead_letters: DeadLetters) -> None:

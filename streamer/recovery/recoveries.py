@@ -21,7 +21,7 @@ from streamer.recovery.appending import PREFIX
 from streamer.recovery.asking import AskedSource
 from streamer.recovery.gates import ASK_MS_MAX, ASK_MS_MIN, Cause, Gate, GateParts
 from streamer.recovery_source import Fetched, RecoverySource
-from streamer.reporting import Condition, Sample, each
+from streamer.reporting import Condition, Reporter, Sample, each
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
 from streamer.walk.ingress import IdWindow, Logs, Pass
@@ -48,7 +48,7 @@ class UnmadeSource(RecoverySource):
         raise UStatusError(UCode.UNAVAILABLE, self._why)
 
 
-class Recoveries:
+class Recoveries(Reporter):
     """All sources, and the gates by the key of their topic."""
 
     def __init__(

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar, cast
 
 import structlog
 
+from streamer.reporting import Reporter
 from streamer.spans import MessageSpans
 from streamer.walk.names import Names, Twins, ambiguous
 from transports.base import NOT_TRIED, stopped
@@ -459,7 +460,7 @@ class Sends:
             self._timer = None
 
 
-class Endpoints:
+class Endpoints(Reporter):
     """All endpoints, and the owner of each authority."""
 
     def __init__(self, endpoints: Iterable[Endpoint]) -> None:

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import structlog
 
-from streamer.reporting import OPENING, Condition
+from streamer.reporting import OPENING, Condition, Reporter
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import HostedTransport
 from streamer.walk.ingress import PUBLISHERS, Ingress
@@ -102,7 +102,7 @@ class EndpointNetwork:
             yield Condition(trouble, name)
 
 
-class Networks:
+class Networks(Reporter):
     """The networks of all endpoints, by the name of the endpoint."""
 
     def __init__(

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from storage.disk import REAL_DISK, Disk
 from storage.saved import SavedFile
-from streamer.reporting import Condition, Sample, each
+from streamer.reporting import Condition, Reporter, Sample, each
 from streamer.walk.endpoint import Endpoint, Endpoints
 from uprotocol import callbacks
 from uprotocol import uri as uris
@@ -118,7 +118,7 @@ def removed(pauses: Iterable[Pause], topic: UUri, peer: str, origin: str = "") -
     return [one for one in before if one not in ended]
 
 
-class Paused:
+class Paused(Reporter):
     """The pauses in force. Lives on the loop. A change is saved before it is in force, so it survives a kill."""
 
     def __init__(self, path: Path, endpoints: Endpoints, own: str, disk: Disk = REAL_DISK) -> None:

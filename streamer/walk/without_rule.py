@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from streamer.reporting import Sample
+from streamer.reporting import Reporter, Sample
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.view import Rules
 from uprotocol import uri as uris
@@ -97,7 +97,7 @@ def _listed(patterns: Iterable[UUri]) -> str:
     return ", ".join(texts[:PATTERNS_SHOWN_MAX]) + more
 
 
-class WithoutRule:
+class WithoutRule(Reporter):
     """The subscriptions of `interest` that no rule serves: topics, each with the subscribing authorities."""
 
     def __init__(self, endpoints: Endpoints, rules: Rules, interest: Interest) -> None:

@@ -13,8 +13,8 @@ from threading import Thread
 import pytest
 from typer.testing import CliRunner, Result
 
+from streamer import building
 from streamer import config as configs
-from streamer import parts
 from streamer.commands import cli, connect
 from streamer.operating import control
 from tests.certificates import DAY, TestAuthority
@@ -291,8 +291,8 @@ def test_a_transport_without_a_probe_is_opened_and_closed(
     check: Check, monkeypatch: pytest.MonkeyPatch, fault: Exception | None
 ) -> None:
     plain = Plain(fault)
-    real = parts.make_transport
-    monkeypatch.setattr(parts, "make_transport", lambda *given: plain if given[1].name == "plain" else real(*given))
+    real = building.make_transport
+    monkeypatch.setattr(building, "make_transport", lambda *given: plain if given[1].name == "plain" else real(*given))
     text = '[[endpoint]]\nname = "plain"\ntransport = "local"\nauthorities = ["x"]\nusubscription = "none"\n'
     result = check(text)
     assert plain.calls == ["open", "close"]
@@ -308,7 +308,7 @@ def test_addresses_that_a_streamer_needs(tmp_path: Path) -> None:
     more = '[history]\nrecord = ["//vin1/8001/1/8001"]\n'
     path.write_text(HEAD.format(folder=tmp_path) + offboard(1).replace('mode = "off-vehicle"\n', "") + more)
     config = configs.load(path)
-    endpoints = parts.endpoints_of(config)
+    endpoints = building.endpoints_of(config)
     needs = connect.Needs(config, endpoints)
 
     def shown(name: str) -> list[str]:

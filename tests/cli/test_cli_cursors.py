@@ -211,8 +211,8 @@ async def running(config: Path) -> AsyncIterator[Streamer]:
 
 async def test_a_name_is_released_while_the_streamer_runs(config: Path) -> None:
     async with running(config) as streamer:
-        consumers = streamer.history.consumers
-        consumers.hold("job", Owner("cloud", 0x20), streamer.logs.durable, 7, 3_600_000)
+        consumers = streamer.assembly.history.consumers
+        consumers.hold("job", Owner("cloud", 0x20), streamer.assembly.logs.durable, 7, 3_600_000)
         arguments = ("cursors", "release", "job", "--config", str(config))
         assert await asyncio.to_thread(in_a_process, *arguments) == (0, {"consumer": "job", "owner": "//cloud/20"})
         consumers.require("job", Owner("cloud", 0x21))
@@ -223,7 +223,7 @@ async def test_the_streamer_that_runs_lists_its_cursors(config: Path) -> None:
     """Its file is behind: a cursor that has only moved on is written some seconds later."""
     path = config.parent / "history.db"
     async with running(config) as streamer:
-        streamer.logs.durable.cursors.set("egress:vehicle", 6, holds=True)
+        streamer.assembly.logs.durable.cursors.set("egress:vehicle", 6, holds=True)
         asked = await asyncio.to_thread(cursors.asked, path)
         assert {one.endpoint: (one.seq, one.records) for one in asked}["vehicle"] == (6, 0), "nothing of it goes there"
         assert [one.endpoint for one in asked] == ["cloud", "cloud-eu", "vehicle"]

@@ -23,7 +23,7 @@ from storage import logs
 from storage.disk import REAL_DISK
 from streamer.commands import cli, terminal
 from streamer.operating import control
-from streamer.operating.status import StreamerStatus
+from streamer.parts.status import StreamerStatus
 
 TOPICS = [f"up://vehicle1/8001/1/80{number:02d}" for number in range(3)]
 ROWS = [[topic, "up://dashboard.of.somebody.far.away/9001/1/0", "subscribed", None] for topic in TOPICS]

@@ -157,7 +157,7 @@ async def started(config: Path, *, publishing: bool = False) -> str:
         streamer = await Streamer.create(load(config))
     except UStatusError:
         return REFUSED
-    running, ready = asyncio.create_task(streamer.run()), asyncio.create_task(streamer.ready.wait())
+    running, ready = asyncio.create_task(streamer.run()), asyncio.create_task(streamer.assembly.ready.wait())
     async with asyncio.timeout(WAIT_S):
         await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
     ready.cancel()
@@ -168,9 +168,9 @@ async def started(config: Path, *, publishing: bool = False) -> str:
         async with LocalTransport.on(LocalNetwork.named("default"), LocalUriProvider("vehicle1", 0x8001, 1)) as node:
             await node.send(UMessageBuilder.publish(TOPIC).build())
             async with asyncio.timeout(WAIT_S):
-                await streamer.logs.durable.wait(0)
+                await streamer.assembly.logs.durable.wait(0)
     # the uSubscription of the cloud, which is not there, is asked again and again
-    conditions = [one for one in streamer.conditions() if one.endpoint != "cloud"]
+    conditions = [one for one in streamer.parts.conditions() if one.endpoint != "cloud"]
     streamer.stop()
     await running
     return NOT_READY if any(one.is_fatal for one in conditions) else DEGRADED if conditions else IS_READY
@@ -229,7 +229,7 @@ async def test_check_beside_a_gateway_that_runs_names_its_process(config: Path) 
     running = asyncio.create_task(streamer.run())
     try:
         async with asyncio.timeout(WAIT_S):
-            await streamer.ready.wait()
+            await streamer.assembly.ready.wait()
         result = await asyncio.to_thread(checked, config)
     finally:
         streamer.stop()

@@ -19,13 +19,14 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
-from streamer.app import Streamer
 from streamer.commands.check import findings
 from streamer.config import loads
 from streamer.edge import callers as modules
 from streamer.edge.callers import Callers
 from streamer.edge.edge import Handlers
 from streamer.edge.places import Places
+from streamer.parts.edge import EdgePart
+from streamer.parts.readiness import Readiness
 from tests.certificates import DAY, TestAuthority
 from tests.streamer.conftest import make_world as make_world  # a fixture
 from uprotocol.status import UStatusError
@@ -47,7 +48,7 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 def handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     """/stream says who asks, and holds who asks for `?hold`."""
 
-    def make(_: Streamer, callers: Callers | None, places: Places) -> Handlers:
+    def make(_: EdgePart, callers: Callers | None, places: Places) -> Handlers:
         async def stream(request: web.Request) -> web.StreamResponse:
             assert callers is not None
             caller = await callers.of(request)
@@ -64,19 +65,19 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return Handlers(None, stream, None, publish, samples=[lambda: [("edge_events", ("stream",), 3)]])
 
-    monkeypatch.setattr(Streamer, "_edge_handlers", make)
+    monkeypatch.setattr(EdgePart, "_handlers", make)
 
 
 @pytest.mark.usefixtures("handlers")
 async def test_a_streamer_serves_its_edge_and_stops_it(make_world: MakeWorld, http: aiohttp.ClientSession) -> None:
     world = await make_world(more=LISTEN + PUBLISH)
-    edge = world.streamer.edge
+    edge = world.parts.of(EdgePart).edge
     async with http.get(f"http://127.0.0.1:{edge.port}/stream") as answer:
         assert (answer.status, await answer.text()) == (200, "vehicle1 8000\n")
     async with http.post(f"http://127.0.0.1:{edge.publish_port}/publish/", json={}) as answer:
         assert (answer.status, await answer.text()) == (200, "Published\n")
     held = await http.get(f"http://127.0.0.1:{edge.port}/stream?hold")
-    samples = set(world.streamer.samples())
+    samples = set(world.parts.samples())
     assert {("edge_connections", ("http",), 1), ("edge_connections", ("publish",), 1)} <= samples
     assert {("edge_clients", ("stream",), 1), ("edge_events", ("stream",), 3)} <= samples
     stopping = asyncio.create_task(world.stop())
@@ -89,8 +90,8 @@ async def test_a_streamer_serves_its_edge_and_stops_it(make_world: MakeWorld, ht
 
 async def test_who_configures_no_edge_pays_nothing(make_world: MakeWorld) -> None:
     world = await make_world()
-    assert (world.streamer.edge.port, world.streamer.edge.publish_port) == (0, 0)
-    assert not [name for name, _, _ in world.streamer.samples() if name.startswith("edge")]
+    assert (world.parts.of(EdgePart).edge.port, world.parts.of(EdgePart).edge.publish_port) == (0, 0)
+    assert not [name for name, _, _ in world.parts.samples() if name.startswith("edge")]
 
 
 def test_without_an_edge_nothing_of_it_is_imported() -> None:
@@ -116,7 +117,7 @@ def ports():
 async def main():
     streamer = await Streamer.create(load(Path(sys.argv[1])))
     running = asyncio.create_task(streamer.run())
-    await streamer.ready.wait()
+    await streamer.assembly.ready.wait()
     print(sorted({"aiohttp", "aiohttp_sse", "jwt"} & set(sys.modules)), len(ports()))
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -193,11 +194,11 @@ async def test_readyz_and_metrics_say_what_is_wrong_with_the_files_of_the_edge(
     assert sample.labels == {"endpoint": "[http]", "setting": "cert_file"}
     assert [one.value for one in families["up_streamer_edge_connections"]] == [0]
     file.write_text("secret\n")
-    await world.until(lambda: world.streamer.problems())
-    world.streamer.states.look()
-    (problem,) = world.streamer.problems()
+    await world.until(lambda: world.parts.problems())
+    world.parts.of(Readiness).states.look()
+    (problem,) = world.parts.problems()
     assert problem.startswith(f"http.tokens_file {file} can't be used: line 1: expected a uEntity and its token")
-    report = world.streamer.look()["streamer"]
+    report = world.parts.of(Readiness).look()["streamer"]
     assert (report["state"], report["reason"], bool(report["reason_since"])) == ("degraded", problem, True)
 
 
@@ -276,7 +277,7 @@ async def test_an_item_of_a_publisher_reaches_a_stream_until_its_token_is_withdr
     channel = '[[channel]]\nname = "trip"\ntopic = "//vehicle1/8001/1/8001"\n'
     more = f'{LISTEN}tokens_file = "{file}"\n{PUBLISH}publish_key_file = "{key}"\n{channel}'
     world = await make_world(more=more)
-    edge = world.streamer.edge
+    edge = world.parts.of(EdgePart).edge
     stream_url = f"http://127.0.0.1:{edge.port}/stream?topic=up://vehicle1/8001/1/8001&since=earliest"
     async with http.get(stream_url) as answer:
         assert answer.status == 401
@@ -295,7 +296,7 @@ async def test_an_item_of_a_publisher_reaches_a_stream_until_its_token_is_withdr
         file.write_text("//vehicle1/8001/1/0 another\n")
         with pytest.raises((aiohttp.ClientPayloadError, aiohttp.ClientConnectionError)):
             await asyncio.wait_for(answer.read(), WAIT_S)
-    samples = set(world.streamer.samples())
+    samples = set(world.parts.samples())
     assert {("edge_events", ("stream",), 1), ("edge_refused", ("token",), 2)} <= samples
 
 
@@ -319,7 +320,7 @@ async def test_a_request_that_its_backend_holds_has_the_items_that_are_published
         proxy = f'[[proxy]]\nprefix = "/app"\nbackend = "http://127.0.0.1:{backend.port}"\n'
         channel = '[[channel]]\nname = "trip"\ntopic = "//vehicle1/8001/1/8001"\n'
         world = await make_world(more=LISTEN + PUBLISH + channel + proxy)
-        edge = world.streamer.edge
+        edge = world.parts.of(EdgePart).edge
         async with http.get(f"http://127.0.0.1:{edge.port}/app/trip", headers={"Host": "evil.example"}) as answer:
             assert answer.status == 403
         async with http.get(f"http://127.0.0.1:{edge.port}/app/trip") as answer:
@@ -328,7 +329,7 @@ async def test_a_request_that_its_backend_holds_has_the_items_that_are_published
             async with http.post(f"http://127.0.0.1:{edge.publish_port}/publish/", json={"items": [item]}) as published:
                 assert published.status == 200
             assert await asyncio.wait_for(answer.content.readline(), WAIT_S) == b"100 m\n"
-            samples = set(world.streamer.samples())
+            samples = set(world.parts.samples())
             assert {("edge_clients", ("held_stream",), 1), ("edge_events", ("held_stream",), 1)} <= samples
             await world.stop()
 
@@ -338,6 +339,6 @@ async def test_a_request_that_its_backend_holds_has_the_items_that_are_published
 )
 async def test_each_metric_of_the_edge_stands_once(make_world: MakeWorld, more: str) -> None:
     world = await make_world(more=more)
-    labels = [(name, values) for name, values, _ in world.streamer.samples()]
+    labels = [(name, values) for name, values, _ in world.parts.samples()]
     assert len(labels) == len(set(labels))
-    assert not world.streamer.problems()
+    assert not world.parts.problems()

@@ -106,7 +106,7 @@ async def test_a_grip_publisher_that_repeats_what_was_not_answered_loses_nothing
         await world.until(lambda: len(done) > count + 10)
         publishing.cancel()
         await asyncio.wait({publishing})
-    log = world.streamer.logs.durable
+    log = world.assembly.logs.durable
     await world.until(lambda: log.newest_seq >= len(done))
     chunks = await log.read(0)
     found = [message.payload.decode().strip() for chunk in chunks for message in chunk.messages]

@@ -20,6 +20,7 @@ from streamer.config.edge import ChannelSection
 from streamer.grip import channels as made_of
 from streamer.grip.channels import Channel, Channels, message_of
 from streamer.grip.items import Item, ResponseFormat, StreamFormat
+from streamer.parts.edge import EdgePart
 from tests.tiers import seeds
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
@@ -64,13 +65,13 @@ def chain(*numbers: int, channel: str = "fruit") -> list[Item]:
 
 
 def channels_of(world: World) -> Channels:
-    channels = world.streamer.edge.handlers.channels
+    channels = world.parts.of(EdgePart).edge.handlers.channels
     assert channels is not None
     return channels
 
 
 async def recorded(world: World, topic: UUri = FRUIT) -> list[str]:
-    log = world.streamer.logs.of(topic)
+    log = world.assembly.logs.of(topic)
     messages = [UMessage.FromString(data) for chunk in await log.read(0) for data in chunk.data]
     return [message.payload.decode() for message in messages if message.attributes.source == topic]
 
@@ -126,7 +127,7 @@ async def test_a_channel_that_is_not_configured_any_more_is_forgotten(make_world
     world.config = world.config.model_copy(update={"channel": world.config.channel[1:]})
     await world.restart()
     await world.restart()
-    assert [key for key in world.streamer.logs.durable.followed.positions() if key.startswith("@")] == []
+    assert [key for key in world.assembly.logs.durable.followed.positions() if key.startswith("@")] == []
 
 
 async def test_a_blob_that_goes_back_to_what_it_was(make_world: MakeWorld) -> None:
@@ -194,7 +195,7 @@ async def test_an_item_goes_on_after_its_wait_and_the_gap_is_reported(make_world
     assert notice.gap == Gap(reason=Gap.REASON_NETWORK)
     assert notice.detail == "of up://cloud/8001/1/8001, channel 'fruit': items before id '5', after '4'"
     counts = {labels[0]: value for _, labels, value in channels_of(world).samples()}
-    assert counts["gaps"] == world.streamer.gaps.total == 1
+    assert counts["gaps"] == world.assembly.gaps.total == 1
 
 
 async def test_a_volatile_topic(make_world: MakeWorld) -> None:
@@ -202,7 +203,7 @@ async def test_a_volatile_topic(make_world: MakeWorld) -> None:
     await channels_of(world).publish(chain(1, 2, channel="brief"))
     await channels_of(world).publish(chain(2, channel="brief"))
     assert await recorded(world, VOLATILE) == ["apple 1", "apple 2"]
-    assert world.streamer.logs.durable.newest_seq == 0
+    assert world.assembly.logs.durable.newest_seq == 0
 
 
 async def test_an_unknown_channel_takes_nothing(make_world: MakeWorld) -> None:
@@ -233,7 +234,7 @@ async def test_a_full_disk_refuses_and_the_same_items_may_come_again(
         await channels_of(world).publish(chain(2, 3))
     assert channels_of(world).last_id("fruit") == "1"
     monkeypatch.setattr(Log, "append", append)
-    world.streamer.logs.durable.healthy = True
+    world.assembly.logs.durable.healthy = True
     await channels_of(world).publish(chain(2, 3))
     assert await recorded(world) == ["apple 1", "apple 2", "apple 3"]
 
@@ -445,7 +446,7 @@ async def test_a_gap_is_closed_by_the_link(linked: Linked) -> None:
     assert heard == ["apple 1", "apple 5"]
     assert backend.asked == ["fruit; last-id=1"]
     assert channels_of(world).last_id("fruit") == "5"
-    assert world.streamer.gaps.total == 0
+    assert world.assembly.gaps.total == 0
     counts = {labels[0]: value for _, labels, value in channels_of(world).samples()}
     assert (counts["recovered"], counts["gaps"]) == (1, 0)
     await world.restart()
@@ -493,14 +494,14 @@ async def test_a_link_that_does_not_help_is_reported_and_asked_at_the_next_gap(
     backend.answer = answer
     await channels_of(world).publish(chain(5))
     assert await recorded(world) == heard == ["apple 1", "apple 5"]
-    assert world.streamer.gaps.total == 1
-    problems = [problem for problem in world.streamer.problems() if "channel 'fruit'" in problem]
+    assert world.assembly.gaps.total == 1
+    problems = [problem for problem in world.parts.problems() if "channel 'fruit'" in problem]
     assert len(problems) == bool(why)
     assert all(why in problem for problem in problems)
     backend.answer, backend.state = None, [1, 2, 3, 4, 5, 6, 7]
     await channels_of(world).publish(chain(8))
     assert (await recorded(world))[2:] == ["apple 6\napple 7\n", "apple 8"]
-    assert not [problem for problem in world.streamer.problems() if "channel" in problem]
+    assert not [problem for problem in world.parts.problems() if "channel" in problem]
 
 
 async def test_a_link_that_never_answers(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,7 +510,7 @@ async def test_a_link_that_never_answers(linked: Linked, monkeypatch: pytest.Mon
     backend.sleeps_s = 30
     await channels_of(world).publish(chain(5))
     assert await recorded(world) == ["apple 1", "apple 5"]
-    assert any("no answer within 0.1 s" in problem for problem in world.streamer.problems())
+    assert any("no answer within 0.1 s" in problem for problem in world.parts.problems())
     await channels_of(world).publish(chain(9))
     assert await recorded(world) == ["apple 1", "apple 5", "apple 9"]
     assert len(backend.asked) == 1, "a slow link is not asked again at once"

@@ -22,6 +22,7 @@ from pubcontrol import PubControl
 from streamer.grip.items import Item, ResponseFormat, StreamFormat
 from streamer.grip.publish import PATH, PublishHandler
 from streamer.grip.signatures import PublisherKey, Signer
+from streamer.parts.edge import EdgePart
 from tests.grip.test_channels import NETWORKS, channels_of, grip, heard_by, recorded
 from tests.serving import serving
 from tests.tiers import full
@@ -212,22 +213,22 @@ async def test_a_grip_sig_is_made_for_some_minutes_and_is_what_gripcontrol_expec
 
 async def test_a_streamer_serves_publishers_at_an_address_of_their_own(make_world: Any, key_file: Path) -> None:
     world = await make_world(NETWORKS, more=grip().replace("[grip]\n", f"[grip]\npublish_key_file = '{key_file}'\n"))
-    url = f"http://127.0.0.1:{world.streamer.edge.publish_port}"
+    url = f"http://127.0.0.1:{world.parts.of(EdgePart).edge.publish_port}"
     with structlog.testing.capture_logs() as logs:
         assert [(await post(url))[0] for _ in range(3)] == [401, 401, 401]
     ((event, why),) = [(one["event"], one["why"]) for one in logs if "status" in one]
     assert event == "a publisher is refused: its items are lost if it does not repeat them"
     assert why == "expected Authorization: Bearer, and a JWT"
-    assert ("edge_refused", ("publisher",), 3) in list(world.streamer.samples())
+    assert ("edge_refused", ("publisher",), 3) in list(world.parts.samples())
     good = bearer({"iss": "realm", "exp": int(time.time()) + 60})
     assert (await post(url, Authorization=good))[:2] == (200, "Published\n")
     unknown = {"items": [{"channel": "veg", "http-stream": {"content": "x"}}]}
     assert (await post(url, unknown, Authorization=good))[:2] == (400, "unknown channel 'veg'; known: fruit, brief\n")
     assert await recorded(world) == ["apple"]
-    assert ("grip_items", ("items",), 1) in list(world.streamer.samples())
+    assert ("grip_items", ("items",), 1) in list(world.parts.samples())
     key_file.write_bytes(b"short")
     assert (await post(url, Authorization=good))[0] == 200, "the last one stays in use"
-    (problem,) = world.streamer.problems()
+    (problem,) = world.parts.problems()
     assert problem.startswith(f"the key file {key_file} can't be used: expected 32 bytes or more")
 
 

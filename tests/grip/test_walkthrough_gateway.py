@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from streamer.parts.edge import EdgePart
 from tests.grip.held_parties import CHANNEL, HOST, WAIT_S, Backend, Curl, last, until
 from uprotocol import uri as uris
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -41,11 +42,11 @@ class Party:
         self._curls: list[Curl] = []
 
     async def curl(self) -> Curl:
-        self._curls.append(await Curl.get(self.world.streamer.edge.port))
+        self._curls.append(await Curl.get(self.world.parts.of(EdgePart).edge.port))
         return self._curls[-1]
 
     async def held(self, count: int) -> None:
-        await until(lambda: self.world.streamer.edge.places.count["held_stream"] == count)
+        await until(lambda: self.world.parts.of(EdgePart).edge.places.count["held_stream"] == count)
 
     def write(self, text: str) -> dict[str, object]:
         """Returns the item of the new value, to be published."""
@@ -55,12 +56,12 @@ class Party:
         return {"channel": CHANNEL, **ids, "formats": {"http-stream": {"content": text}}}
 
     async def publish(self, *items: dict[str, object]) -> None:
-        url = f"http://{HOST}:{self.world.streamer.edge.publish_port}/publish/"
+        url = f"http://{HOST}:{self.world.parts.of(EdgePart).edge.publish_port}/publish/"
         async with self._session.post(url, json={"items": list(items)}) as answer:
             assert (answer.status, await answer.text()) == (200, "Published\n")
 
     async def recorded(self) -> list[str]:
-        log = self.world.streamer.logs.of(TOPIC)
+        log = self.world.assembly.logs.of(TOPIC)
         messages = [UMessage.FromString(data) for chunk in await log.read(0) for data in chunk.data]
         return [one.payload.decode() for one in messages if one.attributes.source == TOPIC]
 
@@ -142,4 +143,4 @@ async def test_cuts_of_the_gateway(party: Party) -> None:
     values = [HELLO.strip(), *(f"{what} {cut}" for cut in range(3) for what in ("value", "missed"))]
     assert [*got, *curl.lines] == values
     assert await party.recorded() == [f"value {cut}\n" for cut in range(3)]
-    assert not party.world.streamer.problems()
+    assert not party.world.parts.problems()

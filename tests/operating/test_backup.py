@@ -461,7 +461,7 @@ async def test_a_running_streamer_is_backed_up_and_brought_back(make_world: Make
     await world.stop()
     restore(tmp_path / "backup", data_dir, "vehicle1", replace=True)
     await world.start()
-    assert any("restored from a backup" in one for one in world.streamer.problems())
+    assert any("restored from a backup" in one for one in world.parts.problems())
     await publisher.send(publication(TOPIC, "after"))
     await world.until(lambda: "after" in heard.texts)
     assert set(heard.texts) == {*map(str, range(sent)), "after"}
@@ -510,7 +510,7 @@ async def test_a_start_completes_an_interrupted_restore(make_world: MakeWorld, t
     assert (data_dir / "restored").is_dir()
     await world.start()
     assert not (data_dir / "restored").exists()
-    assert any("restored from a backup" in one for one in world.streamer.problems())
+    assert any("restored from a backup" in one for one in world.parts.problems())
 
 
 # -- the commands
@@ -532,7 +532,7 @@ async def test_the_commands_do_both(tmp_path: Path) -> None:
     made: asyncio.Future[Streamer] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(serve(load(config), made.set_result, stopping))
     streamer = await asyncio.wait_for(made, 20)
-    await add(streamer.logs.durable, 5)
+    await add(streamer.assembly.logs.durable, 5)
     done = await asyncio.to_thread(run, "backup", tmp_path / "one", "--config", config)
     assert done.exit_code == 0, done.output
     assert f"backed up records 1 to 5, 0.1 MiB to {tmp_path}/one" in done.output
@@ -570,7 +570,7 @@ copies.STEP_BYTES = 1 << 14  # many steps
 async def main():
     made = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(serve(load(Path(sys.argv[1])), made.set_result))
-    durable = (await made).logs.durable
+    durable = (await made).assembly.logs.durable
     await add(durable, 500)
     print("filled", flush=True)
     while True:

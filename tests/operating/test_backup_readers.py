@@ -21,16 +21,16 @@ async def test_a_follower_reports_the_gap_and_takes_each_record_once(pair: Pair,
     await pair.vehicle.streamer.operations.answer("backup", {"directory": str(tmp_path / "backup")})
     await pair.publish(10)  # which the restored gateway has not
     await pair.expect_all()
-    gaps, before = pair.hub.streamer.gaps.total, pair.vehicle.streamer.logs.durable.incarnation
+    gaps, before = pair.hub.assembly.gaps.total, pair.vehicle.assembly.logs.durable.incarnation
     await pair.vehicle.stop()
     restore(tmp_path / "backup", pair.vehicle.config.streamer.data_dir, replace=True)
     await pair.vehicle.start()
-    assert pair.vehicle.streamer.logs.durable.incarnation != before
+    assert pair.vehicle.assembly.logs.durable.incarnation != before
     await pair.handed_over()
-    await pair.hub.until(lambda: pair.hub.streamer.gaps.total > gaps)
+    await pair.hub.until(lambda: pair.hub.assembly.gaps.total > gaps)
     await pair.publish(20)  # with the seqs of those that are lost
     await pair.expect_all()
-    chunks = await pair.hub.streamer.logs.durable.read(0)
+    chunks = await pair.hub.assembly.logs.durable.read(0)
     payloads = [int(one.payload) for chunk in chunks for one in chunk.messages if one.payload.isdigit()]
     assert payloads == list(range(60))
 
@@ -70,13 +70,13 @@ async def test_a_restored_follower_reads_again_what_it_has_lost(pair: Pair, tmp_
     await pair.hub.streamer.operations.answer("backup", {"directory": str(tmp_path / "backup")})
     await pair.publish(10)
     await pair.expect_all()
-    await pair.vehicle.until(lambda: not any(records for *_, records in pair.vehicle.streamer.handovers.backlog()))
+    await pair.vehicle.until(lambda: not any(records for *_, records in pair.vehicle.assembly.handovers.backlog()))
     await pair.hub.stop()
     restore(tmp_path / "backup", pair.hub.config.streamer.data_dir, replace=True)
     await pair.hub.start()
     await pair.handed_over()
     await pair.publish(20)
     await pair.hub.until(lambda: "59" in pair.heard.texts)
-    chunks = await pair.hub.streamer.logs.durable.read(0)
+    chunks = await pair.hub.assembly.logs.durable.read(0)
     payloads = [int(one.payload) for chunk in chunks for one in chunk.messages if one.payload.isdigit()]
     assert payloads == list(range(60))

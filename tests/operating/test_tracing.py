@@ -14,6 +14,8 @@ import pytest
 from streamer.config import Config, TracingSection, loads
 from streamer.operating import tracing
 from streamer.operating.tracing import SpanExporter, check_tracing, headers_of
+from streamer.parts.readiness import Readiness
+from streamer.parts.reloading import Reloader
 from streamer.reporting import build
 from streamer.spans import EVENTS_MAX, SENDING_MAX, MessageSpans, TraceSpan
 from tests.operating.collector import PARENT, TRACE, TRACEPARENT, Collector, attributes_of
@@ -71,7 +73,10 @@ async def test_a_message_has_the_spans_receive_append_and_send(make_world: MakeW
     assert len({span.span_id for span in spans.values()}) == 3
     receive, append, send = (attributes_of(spans[name].attributes) for name in ("receive", "append", "send"))
     assert receive["uprotocol.endpoint"] == "vehicle"
-    assert (append["uprotocol.log"], append["uprotocol.seq"]) == ("durable", world.streamer.logs.durable.newest_seq)
+    assert (append["uprotocol.log"], append["uprotocol.seq"]) == (
+        "durable",
+        world.assembly.logs.durable.newest_seq,
+    )
     assert (send["uprotocol.endpoint"], send["uprotocol.attempts"], send["uprotocol.code"]) == ("cloud", 1, "OK")
     assert spans["receive"].end_time_unix_nano == spans["append"].start_time_unix_nano
     assert spans["append"].end_time_unix_nano >= spans["append"].start_time_unix_nano
@@ -79,7 +84,7 @@ async def test_a_message_has_the_spans_receive_append_and_send(make_world: MakeW
     expected = {"service.name": "up-streamer", "service.instance.id": "vehicle1", "service.version": build()[0]}
     assert dict(resource) == expected
     counted = [("spans", ("exported",), 3), ("spans", ("lost",), 0)]
-    await world.until(lambda: [one for one in world.streamer.samples() if one[0] == "spans"] == counted)
+    await world.until(lambda: [one for one in world.parts.samples() if one[0] == "spans"] == counted)
 
 
 async def test_a_request_and_its_response_have_spans_without_a_log(make_world: MakeWorld, collector: Collector) -> None:
@@ -104,7 +109,7 @@ async def test_what_a_network_refuses_is_held_or_a_dead_letter_in_its_trace(
     world = await make_world(TWO, AT_CLOUD, more=toml(collector))
     reply_to, method = uris.parse("up://vehicle1/8001/1/0"), uris.parse("up://cloud/9001/1/1")
     request = UMessageBuilder.request(reply_to, method, 10_000).with_traceparent(TRACEPARENT).build()
-    endpoint = world.streamer.endpoints["cloud"]
+    endpoint = world.assembly.endpoints["cloud"]
     for message in (request, traced().decoded()):
         world.networks["cloud"].refuse(endpoint.addressed(EncodedMessage.of(message))[0])
         await (await world.node("vehicle", "vehicle1")).send(message)
@@ -124,13 +129,13 @@ async def test_a_collector_that_is_away_costs_spans_and_nothing_else(
     monkeypatch.setattr(tracing, "PAUSE_S", 0.01)
     collector.status = 503
     world = await published(make_world, collector)
-    await world.until(lambda: any("503" in note for note in world.streamer.notes()))
-    assert world.streamer.states.worst == "ready"
+    await world.until(lambda: any("503" in note for note in world.parts.notes()))
+    assert world.parts.of(Readiness).states.worst == "ready"
     collector.status = 200
     node = await world.node("vehicle", "vehicle1", 0x8002)
     await node.send(publication(SPEED, "again", traceparent=TRACEPARENT))
     await asyncio.to_thread(collector.named, "send")
-    await world.until(lambda: not any("503" in note for note in world.streamer.notes()))
+    await world.until(lambda: not any("503" in note for note in world.parts.notes()))
 
 
 async def test_a_reload_begins_and_ends_tracing(make_world: MakeWorld, collector: Collector) -> None:
@@ -140,14 +145,14 @@ async def test_a_reload_begins_and_ends_tracing(make_world: MakeWorld, collector
 
     async def reload(section: dict[str, Any]) -> list[str]:
         given = {name: getattr(world.config, name) for name in world.config.model_fields_set}
-        world.streamer.reloader.read = lambda: Config.model_validate(given | {"tracing": section})
-        return [str(one) for one in await world.streamer.reloader.reload()]
+        world.parts.of(Reloader).read = lambda: Config.model_validate(given | {"tracing": section})
+        return [str(one) for one in await world.parts.of(Reloader).reload()]
 
     assert await reload({"otlp": collector.url}) == [f"~ tracing.otlp: none -> {collector.url}"]
     await node.send(publication(SPEED, "1", traceparent=TRACEPARENT))
     await asyncio.to_thread(collector.named, "receive", "append", "send")
     await reload({})
-    assert all(endpoint.spans is None for endpoint in world.streamer.endpoints)
+    assert all(endpoint.spans is None for endpoint in world.assembly.endpoints)
     await node.send(publication(SPEED, "2", traceparent=TRACEPARENT))
     await heard.expect(2)
     assert len(collector.spans) == 3

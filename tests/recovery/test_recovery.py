@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from history.records.chunk import Chunk
 from streamer.config import loads
 from streamer.operating.metrics import expose
+from streamer.parts.recovery import RecoveryPart
 from streamer.recovery import gates, recoveries
 from streamer.recovery_source import Fetched, RecoveryPlugin, RecoverySource, create
 from tests.history.world import virtually
@@ -63,7 +64,7 @@ async def history() -> AsyncIterator[History]:
 
 
 async def numbers_of(world: World, topic: UUri = TOPIC) -> list[int]:
-    found: list[Chunk] = await world.streamer.logs.durable.read(0)
+    found: list[Chunk] = await world.assembly.logs.durable.read(0)
     messages = [one for chunk in found for one in chunk.messages]
     return [number_of(one) for one in messages if uris.key(one.attributes.source) == uris.key(topic)]  # type: ignore[arg-type]
 
@@ -101,7 +102,7 @@ async def test_what_was_missed_while_the_network_was_away_comes_first(make_world
     history.published.append(sent[0])
     await car.send(sent[0])
     await until_numbers(world, [1])
-    transport: Any = world.streamer.endpoints["vehicle"].transport
+    transport: Any = world.assembly.endpoints["vehicle"].transport
     transport.disconnect()
     for message in sent[1:3]:
         history.published.append(message)
@@ -117,15 +118,15 @@ async def test_a_source_is_not_asked_when_another_network_is_back(make_world: Ma
     car = await world.node("vehicle", "vehicle1")
     await car.send(publication(1))
     await until_numbers(world, [1])
-    (gate,) = world.streamer.recoveries
+    (gate,) = world.parts.of(RecoveryPart).recoveries
     await world.until(lambda: not gate.is_asking)
     asked = gate.source.counts["asked"]
-    other: Any = world.streamer.endpoints["cloud"].transport
+    other: Any = world.assembly.endpoints["cloud"].transport
     other.disconnect()
     other.reconnect()
     await asyncio.sleep(0.2)
     assert gate.source.counts["asked"] == asked
-    own: Any = world.streamer.endpoints["vehicle"].transport
+    own: Any = world.assembly.endpoints["vehicle"].transport
     own.disconnect()
     own.reconnect()
     await world.until(lambda: gate.source.counts["asked"] > asked)
@@ -150,15 +151,15 @@ async def test_a_source_that_is_away_is_a_condition_with_reason_and_since(
     car = await world.node("vehicle", "vehicle1")
     await car.send(publication(1))
     await until_numbers(world, [1])
-    (problem,) = [one for one in world.streamer.problems() if "recovery" in one]
+    (problem,) = [one for one in world.parts.problems() if "recovery" in one]
     assert "the recovery source http of //vehicle1/8001/1/FFFF does not answer" in problem
     assert " since 2" in problem
     assert "503" in problem
-    assert world.streamer.gaps.total == 1
-    exposed = expose(world.streamer.samples).decode()
+    assert world.assembly.gaps.total == 1
+    exposed = expose(world.parts.samples).decode()
     assert 'up_streamer_recovery_total{source="http of //vehicle1/8001/1/FFFF",what="gaps"} 1.0' in exposed
     history.status = 200
-    await world.until(lambda: not [one for one in world.streamer.problems() if "recovery" in one])
+    await world.until(lambda: not [one for one in world.parts.problems() if "recovery" in one])
 
 
 async def test_one_source_serves_many_topics_of_a_pattern(make_world: MakeWorld, history: History) -> None:
@@ -171,7 +172,7 @@ async def test_one_source_serves_many_topics_of_a_pattern(make_world: MakeWorld,
         for topic in topics:
             while await numbers_of(world, topic) != [1]:  # noqa: ASYNC110 - a log has no event for it
                 await asyncio.sleep(0.02)
-    assert len(list(world.streamer.recoveries)) == len(topics)
+    assert len(list(world.parts.of(RecoveryPart).recoveries)) == len(topics)
 
 
 async def test_topics_beyond_the_limit_are_recorded_without_their_source(
@@ -184,7 +185,7 @@ async def test_topics_beyond_the_limit_are_recorded_without_their_source(
         await car.send(publication(1, topic))
     await until_numbers(world, [1])
     assert await numbers_of(world, OTHER) == [1]
-    assert any("more than 1 topics have a recovery source" in one for one in world.streamer.problems())
+    assert any("more than 1 topics have a recovery source" in one for one in world.parts.problems())
 
 
 # The configuration and plugins

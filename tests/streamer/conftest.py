@@ -15,7 +15,10 @@ import pytest
 
 from campaigns.simulation.network import FaultyNetwork
 from streamer.app import Streamer
+from streamer.assembly import Assembly
 from streamer.config import Config, loads
+from streamer.part import Parts
+from streamer.parts.reloading import Reloader
 from transports.conformance import Sink
 from transports.local import LocalTransport
 from uprotocol import uri as uris
@@ -63,6 +66,14 @@ class World:
     networks: dict[str, FaultyNetwork] = field(default_factory=dict)
     running: asyncio.Task[None] | None = None
 
+    @property
+    def assembly(self) -> Assembly:
+        return self.streamer.assembly
+
+    @property
+    def parts(self) -> Parts:
+        return self.streamer.parts
+
     async def node(self, network: str, authority: str, entity: int = 0x8001) -> LocalTransport:
         """A uEntity of `authority` on the network of an endpoint."""
         node = LocalTransport.on(self.networks[network], LocalUriProvider(authority, entity, 1))
@@ -88,7 +99,7 @@ class World:
     async def start(self) -> None:
         self.streamer = await Streamer.create(self.config)
         self.running = asyncio.create_task(self.streamer.run())
-        ready = asyncio.create_task(self.streamer.ready.wait())
+        ready = asyncio.create_task(self.streamer.assembly.ready.wait())
         await asyncio.wait({ready, self.running}, return_when=asyncio.FIRST_COMPLETED, timeout=WAIT_S)
         if not ready.done():
             ready.cancel()
@@ -96,11 +107,27 @@ class World:
             if running.done():
                 await running
             running.cancel()
-            raise AssertionError(f"not ready: {self.streamer.problems()}")
+            raise AssertionError(f"not ready: {self.streamer.parts.problems()}")
+
+    async def reload(self, config: Config, *, dry_run: bool = False) -> list[str]:
+        """Take over `config`; returns what changes."""
+        reloader = self.parts.of(Reloader)
+        reloader.read = lambda: config
+        return [str(change) for change in await reloader.reload(dry_run=dry_run)]
+
+    async def change_rule(self, ingress: str, egress: str, keys: dict[str, Any] | None) -> None:
+        """Reload with another rule between two endpoints; `keys` None: without one."""
+        others = [
+            rule.model_dump(by_alias=True, exclude_unset=True)
+            for rule in self.streamer.config.rules
+            if (rule.from_, rule.to) != (ingress, egress)
+        ]
+        rule = [] if keys is None else [{"from": ingress, "to": egress, **keys}]
+        await self.reload(changed(self.streamer.config, rule=[*others, *rule]))
 
     async def taken(self, endpoint: str) -> None:
         """Until the streamer has taken everything that is on the network of an endpoint."""
-        transport = self.streamer.endpoints[endpoint].transport
+        transport = self.streamer.assembly.endpoints[endpoint].transport
         assert isinstance(transport, LocalTransport)
         await self.until(lambda: not transport.arrivals.waiting)
 
@@ -112,6 +139,11 @@ class World:
 
 
 MakeWorld = Callable[..., Awaitable[World]]
+
+
+def changed(config: Config, **sections: Any) -> Config:
+    """Returns the configuration with other sections."""
+    return Config.model_validate({name: getattr(config, name) for name in config.model_fields_set} | sections)
 
 
 @pytest.fixture(autouse=True)

@@ -84,7 +84,7 @@ async def recorded(world: Any, publish: Publish) -> None:
         await vehicle.send(publish(OPEN, f"open{number}"))
         await vehicle.send(publish(SECRET, f"secret{number}"))
         await cloud.send(publish(OF_CLOUD, f"cloud{number}"))
-    log = world.streamer.logs.durable
+    log = world.assembly.logs.durable
     await world.until(lambda: sum(stream.records for stream in log.streams() if stream.source.ue_id == 0x8001) == 6)
 
 
@@ -109,7 +109,7 @@ async def test_a_caller_reads_what_the_rules_let_go_there_and_what_came_from_the
         mixed = await cloud.poll(PollRequest(topics=[SECRET, OPEN]))
         assert texts(mixed) == ["open0", "open1"]
         assert texts(await cloud.poll(PollRequest(topics=[uris.pattern("vehicle1", resource=0x8002)]))) == []
-    counts = world.streamer.history.counts
+    counts = world.assembly.history.counts
     assert counts["withheld"] >= 4
     assert counts["denied"] == 0
 
@@ -134,14 +134,14 @@ async def test_a_denied_topic_is_refused_alike_whether_or_not_it_is_there(
         await recorded(world, publish)
         assert await refusals() == before
         assert len(set(before)) == 1
-    assert world.streamer.history.counts["denied"] == world.streamer.history.counts["refused"] == 12
-    assert len(world.streamer.history.consumers) == 0
+    assert world.assembly.history.counts["denied"] == world.assembly.history.counts["refused"] == 12
+    assert len(world.assembly.history.consumers) == 0
 
 
 async def test_a_message_that_may_not_be_read_is_not_found_by_its_id(make_world: MakeWorld, publish: Publish) -> None:
     world = await make_world(more=RECORD + RULES)
     await recorded(world, publish)
-    log = world.streamer.logs.durable
+    log = world.assembly.logs.durable
     secret = next(stream for stream in log.streams() if stream.source == SECRET)
     async with Caller(world, "cloud", "cloud") as cloud, Caller(world, "vehicle", "vehicle1") as vehicle:
         asked = PollRequest(after_message_id=secret.newest_id)
@@ -162,14 +162,13 @@ async def test_the_rules_of_today_hold_also_for_old_records_and_for_polls_that_w
     async with Caller(world, "cloud", "cloud") as cloud:
         first = await cloud.poll()
         waiting = asyncio.create_task(cloud.poll(PollRequest(positions=first.next, wait_ms=60_000)))
-        await world.until(lambda: world.streamer.history._waiting)
+        await world.until(lambda: world.assembly.history._waiting)
         await vehicle.send(publish(SECRET, "secret2"))  # wakes nobody
         await world.until(
-            lambda: next(s.records for s in world.streamer.logs.durable.streams() if s.source == SECRET) == 3
+            lambda: next(s.records for s in world.assembly.logs.durable.streams() if s.source == SECRET) == 3
         )
         assert not waiting.done()
-        await world.streamer.remove_rule("vehicle", "cloud")
-        await world.streamer.add_rule(Rule("vehicle", "cloud", deny=[OPEN]))
+        await world.change_rule("vehicle", "cloud", {"deny": [uris.format(OPEN)]})
         await vehicle.send(publish(OPEN, "open2"))
         await vehicle.send(publish(SECRET, "secret3"))
         assert "open2" not in texts(await asyncio.wait_for(waiting, 20))
@@ -187,8 +186,8 @@ async def test_a_poll_that_waits_for_what_is_denied_meanwhile_is_refused(
     vehicle = await world.node("vehicle", "vehicle1")
     async with Caller(world, "cloud", "cloud") as cloud:
         waiting = asyncio.create_task(cloud.poll(PollRequest(topics=[OPEN], latest=True, wait_ms=60_000)))
-        await world.until(lambda: world.streamer.history._waiting)
-        await world.streamer.remove_rule("vehicle", "cloud")
+        await world.until(lambda: world.assembly.history._waiting)
+        await world.change_rule("vehicle", "cloud", None)
         await vehicle.send(publish(OPEN, "open"))
         with pytest.raises(UStatusError) as caught:
             await asyncio.wait_for(waiting, 20)
@@ -208,7 +207,7 @@ async def test_a_publish_for_one_authority_is_shown_where_that_lives(make_world:
         )
     )
     await world.until(
-        lambda: sum(s.records for s in world.streamer.logs.durable.streams() if s.source == OF_CLOUD) == 2
+        lambda: sum(s.records for s in world.assembly.logs.durable.streams() if s.source == OF_CLOUD) == 2
     )
     async with (
         Caller(world, "cloud", "cloud") as own,
@@ -269,7 +268,7 @@ async def test_one_entry_lets_each_vehicle_of_a_fleet_read_its_own_only(
     for vin in vins:
         node = await world.node("fleet", vin)
         await node.send(publish(uris.uri(vin, 0x8001, 1, 0x8001), vin))
-    log = world.streamer.logs.durable
+    log = world.assembly.logs.durable
     await world.until(lambda: sum(stream.records for stream in log.streams() if stream.source.ue_id == 0x8001) == 2)
     rpcs = []
     for vin in vins:
@@ -298,7 +297,7 @@ async def test_a_service_inside_sees_all_and_nobody_outside_can_claim_to_be_one(
 ) -> None:
     world = await make_world(more=RECORD + RULES + f'[[access]]\ndeny = ["{ALL}"]\n')
     await recorded(world, publish)
-    async with InMemoryRpcClient(world.streamer.hosted, world.streamer.local) as inside:
+    async with InMemoryRpcClient(world.assembly.hosted, world.assembly.local) as inside:
         assert len(texts(await HistoryClient(inside, uris.uri("vehicle1", 4, 1)).poll())) == 6
     async with Caller(world, "vehicle", "vehicle1", 5) as claimed:
         with pytest.raises(UStatusError) as caught:
@@ -314,7 +313,7 @@ async def test_a_subscriber_without_access_gets_the_error_and_stops_asking(make_
                 await anext(aiter(subscriber))
         assert caught.value.code == UCode.PERMISSION_DENIED
         assert "let you read none" in caught.value.message
-    assert world.streamer.history.counts["denied"] == 1
+    assert world.assembly.history.counts["denied"] == 1
 
 
 @pytest.mark.parametrize(
@@ -353,7 +352,7 @@ async def test_where_nothing_may_be_read_every_question_is_refused_alike(
             assert caught.value.code == UCode.PERMISSION_DENIED
     async with Caller(world, "mcu", "mcu1") as mcu:
         assert len(texts(await mcu.poll())) == 4
-        await world.streamer.remove_rule("vehicle", "mcu")
+        await world.change_rule("vehicle", "mcu", None)
         assert texts(await mcu.poll()) == [], "what comes from its own network it may read"
 
 
@@ -371,9 +370,8 @@ async def test_a_caller_learns_what_it_may_read(make_world: MakeWorld, publish: 
         waiting = asyncio.create_task(
             cloud.poll(PollRequest(plan_records=10, positions=planned.next, topics=[uris.ANY], wait_ms=60_000))
         )
-        await world.until(lambda: world.streamer.history._waiting)
-        await world.streamer.remove_rule("vehicle", "cloud")
-        await world.streamer.add_rule(Rule("vehicle", "cloud"))
+        await world.until(lambda: world.assembly.history._waiting)
+        await world.change_rule("vehicle", "cloud", {})
         vehicle = await world.node("vehicle", "vehicle1")
         await vehicle.send(publish(SECRET, "now to be read"))
         assert Visible.of((await waiting).visible).sees(SECRET), "as of the rules by which it was answered"

@@ -23,6 +23,8 @@ import pytest
 
 from storage.faults import Reserve
 from streamer.egress import holds
+from streamer.parts.certificates import CertificatePart
+from streamer.parts.readiness import Readiness
 from tests.certificates import TestAuthority
 from tests.streamer.conftest import MakeWorld, World
 from transports.certificates import CertificateFile
@@ -167,7 +169,7 @@ async def test_each_alert_fires_at_a_real_fault_and_none_before(
 ) -> None:
     monkeypatch.setattr(holds, "RETRY_S_MIN", 0.05)
     world = await watched(make_world)
-    streamer, cloud = world.streamer, world.streamer.endpoints["cloud"]
+    streamer, cloud = world.streamer, world.assembly.endpoints["cloud"]
     vehicle, far = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(far, DOOR)
     await vehicle.send_batch([publish(DOOR, "1")])
@@ -184,30 +186,32 @@ async def test_each_alert_fires_at_a_real_fault_and_none_before(
         await vehicle.send_batch([publish(LAMP, "stuck"), publish(DOOR, "2")])
         await prometheus.until('ALERTS{alertname="UpStreamerStuckStreams", endpoint="cloud"}')
 
-        streamer.losses.network_lost(cloud, "the broker has not kept the session", 3)
+        streamer.assembly.losses.network_lost(cloud, "the broker has not kept the session", 3)
         await prometheus.until('ALERTS{alertname="UpStreamerEndpointDegraded", endpoint="cloud"}')
         await prometheus.until('ALERTS{alertname="UpStreamerLogDamaged", log="durable"}')
 
-        streamer.drops.add("cloud", "cloud", "over_quota")
+        streamer.assembly.drops.add("cloud", "cloud", "over_quota")
         await prometheus.until('ALERTS{alertname="UpStreamerMessagesLost", log="durable"}')
 
-        streamer.losses.records_lost(cloud, streamer.logs.durable, 0, 2, Gap.REASON_RETENTION)
+        streamer.assembly.losses.records_lost(cloud, streamer.assembly.logs.durable, 0, 2, Gap.REASON_RETENTION)
         await prometheus.until('ALERTS{alertname="UpStreamerGaps"}')
 
         TestAuthority(tmp_path).issue("soon", ends_in=timedelta(days=2))
-        streamer.certificates.add("cloud", [CertificateFile("tls.cert_file", tmp_path / "soon.pem")])
-        await streamer.certificates.look()
+        streamer.parts.of(CertificatePart).expiries.add(
+            "cloud", [CertificateFile("tls.cert_file", tmp_path / "soon.pem")]
+        )
+        await streamer.parts.of(CertificatePart).expiries.look()
         await prometheus.until('ALERTS{alertname="UpStreamerCertificateExpires", endpoint="cloud"}')
 
-        streamer.logs.durable.cursors.set("egress:old", 0)  # as a removed endpoint leaves it
-        streamer.claims.find_unclaimed()
+        streamer.assembly.logs.durable.cursors.set("egress:old", 0)  # as a removed endpoint leaves it
+        streamer.assembly.claims.find_unclaimed()
         await prometheus.until('ALERTS{alertname="UpStreamerUnclaimedRecords", endpoint="old"}')
 
         monkeypatch.setattr(Reserve, "restore", lambda *_: False)
-        assert streamer.runtime.disk.reserve.give_up()
+        assert streamer.assembly.runtime.disk.reserve.give_up()
         await prometheus.until('ALERTS{alertname="UpStreamerDiskShort"}')
 
-        transport = streamer.endpoints["mcu"].transport
+        transport = streamer.assembly.endpoints["mcu"].transport
         assert isinstance(transport, LocalTransport)
         transport.disconnect()
         await prometheus.until('ALERTS{alertname="UpStreamerEndpointNotReady", endpoint="mcu"}')
@@ -220,8 +224,8 @@ async def test_each_alert_fires_at_a_real_fault_and_none_before(
         assert isinstance(cloud.transport, LocalTransport)
         world.networks["cloud"].hangs[cloud.transport] = "before"
         await vehicle.send(publish(DOOR, "3"))
-        ahead_ms = streamer.runtime.now_ms() + 120_000
-        monkeypatch.setattr(streamer.meters, "_now_ms", lambda: ahead_ms)
+        ahead_ms = streamer.assembly.runtime.now_ms() + 120_000
+        monkeypatch.setattr(streamer.parts.of(Readiness).meters, "_now_ms", lambda: ahead_ms)
         await prometheus.until('ALERTS{alertname="UpStreamerLag", endpoint="cloud", log="durable"}')
 
         file = world.config.streamer.data_dir / "history.db"
@@ -269,16 +273,16 @@ async def test_each_expression_of_the_dashboard_has_data(
     vehicle, far = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(far, DOOR)
     TestAuthority(tmp_path).issue("long")
-    world.streamer.certificates.add("cloud", [CertificateFile("tls.cert_file", tmp_path / "long.pem")])
-    await world.streamer.certificates.look()
-    world.streamer.endpoints["vehicle"].dropped["duplicate"] += 1
-    world.streamer.drops.add("vehicle", "vehicle1", "over_quota")
+    world.parts.of(CertificatePart).expiries.add("cloud", [CertificateFile("tls.cert_file", tmp_path / "long.pem")])
+    await world.parts.of(CertificatePart).expiries.look()
+    world.assembly.endpoints["vehicle"].dropped["duplicate"] += 1
+    world.assembly.drops.add("vehicle", "vehicle1", "over_quota")
     async with scraping(tmp_path / "prometheus", port_of(world)) as prometheus:
         await prometheus.until("count_over_time(up_streamer_ready[1m]) > 3")
         await vehicle.send_batch([publish(DOOR, "1")])
         await heard.until(lambda: heard.messages, "it")
         await prometheus.until('up_streamer_forwarded_total{endpoint="cloud"} > 0')
-        world.streamer.rules.remove("vehicle", "cloud")
+        world.assembly.rules.remove("vehicle", "cloud")
         for panel in json.loads(DASHBOARD.read_text())["panels"]:
             for target in panel["targets"]:
                 expression = target["expr"].replace("$__rate_interval", "1m").replace("$job", ".*")

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from campaigns.simulation.network import FaultyNetwork
 from streamer.config import EndpointSection, FollowSection, RuleSection
-from tests.streamer.conftest import MakeWorld, World, endpoints, publication
+from streamer.parts.endpoints import EndpointPart
+from streamer.parts.readiness import Readiness
+from tests.streamer.conftest import MakeWorld, World, changed, endpoints, publication
 from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
-from uprotocol.v1.ucode_pb2 import UCode
 
 DOOR = "//vehicle1/9001/1/8001"
 CLOUD_ONLY = "//vehicle1/9001/1/8002"
@@ -56,10 +59,25 @@ async def make(make_world: MakeWorld) -> World:
     return world
 
 
+async def attach(world: World, follow: Sequence[FollowSection] = (), **keys: Any) -> None:
+    config = world.streamer.config
+    dock = section(**keys)
+    await world.reload(
+        changed(config, endpoint=[*config.endpoint, dock], rule=[*config.rules, *rules()], follow=[*follow])
+    )
+
+
+async def detach(world: World, name: str = "dock") -> None:
+    config = world.streamer.config
+    left = [one for one in config.endpoint if one.name != name]
+    ways = [rule for rule in config.rules if name not in (rule.from_, rule.to)]
+    await world.reload(changed(config, endpoint=left, rule=ways, follow=[]))
+
+
 async def add(world: World, **keys: Any) -> None:
     streamer = world.streamer
-    await streamer.add_endpoint(section(**keys), rules())
-    await world.until(lambda: streamer.networks.is_connected(streamer.endpoints["dock"]))
+    await attach(world, **keys)
+    await world.until(lambda: streamer.assembly.networks.is_connected(streamer.assembly.endpoints["dock"]))
 
 
 async def test_an_endpoint_that_is_added_gets_messages_and_sends_them(make_world: MakeWorld) -> None:
@@ -69,7 +87,7 @@ async def test_an_endpoint_that_is_added_gets_messages_and_sends_them(make_world
     at_vehicle = await world.node("vehicle", "vehicle1", 0x9001)
     await at_vehicle.send(publication(DOOR, "open"))
     await world.until(lambda: heard.texts == ["open"])
-    await world.until(lambda: world.streamer.look()["endpoints"]["dock"]["state"] == "ready")
+    await world.until(lambda: world.parts.of(Readiness).look()["endpoints"]["dock"]["state"] == "ready")
 
 
 async def test_records_for_a_removed_endpoint_wait_until_it_is_added_again(make_world: MakeWorld) -> None:
@@ -80,20 +98,20 @@ async def test_records_for_a_removed_endpoint_wait_until_it_is_added_again(make_
     heard = await world.hear(await world.node("dock", "dock1"), uris.parse(DOOR))
     await at_vehicle.send(publication(DOOR, "1"))
     await world.until(lambda: heard.texts == ["1"])
-    transport = streamer.endpoints["dock"].transport
+    transport = streamer.assembly.endpoints["dock"].transport
     assert isinstance(transport, LocalTransport)
     transport.disconnect()
     at_cloud = await world.hear(await world.node("cloud", "cloud"), uris.parse(DOOR))
     await at_vehicle.send(publication(DOOR, "2"))
     await world.until(lambda: at_cloud.texts[-1:] == ["2"])
-    await streamer.remove_endpoint("dock")
-    assert "dock" not in streamer.endpoints
-    assert "dock" not in streamer.look()["endpoints"]
-    assert not [rule for rule in streamer.rules if "dock" in (rule.ingress, rule.egress)]
-    assert [(one.endpoint, one.records) for one in streamer.claims.unclaimed] == [("dock", 1)]
+    await detach(world)
+    assert "dock" not in streamer.assembly.endpoints
+    assert "dock" not in streamer.parts.of(Readiness).look()["endpoints"]
+    assert not [rule for rule in streamer.assembly.rules if "dock" in (rule.ingress, rule.egress)]
+    assert [(one.endpoint, one.records) for one in streamer.assembly.claims.unclaimed] == [("dock", 1)]
     await add(world)
     await world.until(lambda: heard.texts == ["1", "2"])
-    assert not streamer.claims.unclaimed
+    assert not streamer.assembly.claims.unclaimed
 
 
 @pytest.mark.parametrize("is_wanted", [False, True])
@@ -108,30 +126,28 @@ async def test_what_comes_while_an_endpoint_is_removed_waits_only_if_it_wants_it
     at_cloud = await world.hear(await world.node("cloud", "cloud"), uris.ANY)
     await at_vehicle.send(publication(DOOR, "before"))
     await world.until(lambda: heard.texts == at_cloud.texts == ["before"])
-    stop_endpoint = streamer.stop_endpoint
+    endpoints = world.parts.of(EndpointPart)
+    stop_endpoint = endpoints.stop_endpoint
 
     async def stop_late(attached: Any) -> None:
         await stop_endpoint(attached)
         await at_vehicle.send(publication(DOOR if is_wanted else CLOUD_ONLY, "meanwhile"))
         await world.until(lambda: at_cloud.texts == ["before", "meanwhile"])
 
-    monkeypatch.setattr(streamer, "stop_endpoint", stop_late)
-    await streamer.remove_endpoint("dock")
-    assert [one.records for one in streamer.claims.unclaimed] == ([1] if is_wanted else [])
+    monkeypatch.setattr(endpoints, "stop_endpoint", stop_late)
+    await detach(world)
+    assert [one.records for one in streamer.assembly.claims.unclaimed] == ([1] if is_wanted else [])
 
 
 async def test_what_does_not_fit_is_refused_and_changes_nothing(make_world: MakeWorld) -> None:
     world = await make(make_world)
     streamer = world.streamer
     for name, authority, what in (("cloud", "dock1", "cloud"), ("dock", "cloud", "authority 'cloud' belongs")):
-        with pytest.raises(UStatusError, match=what) as caught:
-            await streamer.add_endpoint(section(name=name, authorities=[authority]), rules())
-        assert caught.value.code == UCode.INVALID_ARGUMENT
-    with pytest.raises(UStatusError, match="known: vehicle, cloud"):
-        await streamer.remove_endpoint("dock")
-    with pytest.raises(UStatusError, match="our own authority"):
-        await streamer.remove_endpoint("vehicle")
-    assert [one.name for one in streamer.endpoints] == ["vehicle", "cloud"] == list(streamer.attached)
+        with pytest.raises(ValidationError, match=what):
+            await attach(world, name=name, authorities=[authority])
+    with pytest.raises(UStatusError, match="endpoint of our own authority"):
+        await detach(world, "vehicle")
+    assert [one.name for one in streamer.assembly.endpoints] == ["vehicle", "cloud"] == list(streamer.assembly.attached)
 
 
 def counts(world: World) -> dict[str, int]:
@@ -139,20 +155,20 @@ def counts(world: World) -> dict[str, int]:
     streamer = world.streamer
     parts: tuple[Any, ...] = (
         streamer,
-        streamer.claims,
-        streamer.endpoints,
-        streamer.express,
-        streamer.dispatch.flows[streamer.logs.durable],
-        streamer.follows,
-        streamer.handovers,
-        streamer.hosted,
-        streamer.interest,
-        streamer.ledger,
-        streamer.logs.durable,
-        streamer.logs.volatile,
-        streamer.networks,
-        streamer.paused,
-        streamer.states,
+        streamer.assembly.claims,
+        streamer.assembly.endpoints,
+        streamer.assembly.express,
+        streamer.assembly.dispatch.flows[streamer.assembly.logs.durable],
+        streamer.assembly.follows,
+        streamer.assembly.handovers,
+        streamer.assembly.hosted,
+        streamer.assembly.interest,
+        streamer.assembly.ledger,
+        streamer.assembly.logs.durable,
+        streamer.assembly.logs.volatile,
+        streamer.assembly.networks,
+        streamer.assembly.paused,
+        streamer.parts.of(Readiness).states,
     )
     sizes = {
         f"{type(part).__name__}{name}": len(value)
@@ -165,7 +181,7 @@ def counts(world: World) -> dict[str, int]:
         **sizes,
         "tasks": len(asyncio.all_tasks()),
         # without one that is there once an endpoint has forwarded something since it was made
-        "samples": sum(name != "last_forwarded_seconds" for name, *_ in streamer.samples()),
+        "samples": sum(name != "last_forwarded_seconds" for name, *_ in streamer.parts.samples()),
         "members of the network": len(world.networks["dock"].members),
         "objects": sum(
             str(type(one).__module__).startswith(PACKAGES) and type(one) not in NOT_COUNTED for one in gc.get_objects()
@@ -192,11 +208,11 @@ async def test_an_endpoint_that_comes_and_goes_leaves_nothing_behind(make_world:
     follow = FollowSection.model_validate({"endpoint": "dock", "service": "//dock1/4/1/0"})
     before: dict[str, int] = {}
     for number in range(TIMES):
-        await streamer.add_endpoint(section(usubscription="remote"), rules(), [follow])
+        await attach(world, [follow], usubscription="remote")
         await at_vehicle.send(publication(DOOR, str(number)))
         if number % 4:
-            await world.until(lambda: streamer.networks.is_connected(streamer.endpoints["dock"]))
-        await streamer.remove_endpoint("dock")
+            await world.until(lambda: streamer.assembly.networks.is_connected(streamer.assembly.endpoints["dock"]))
+        await detach(world)
         if number in (WARM_UP, TIMES - 1):
             await world.until(lambda: heard.texts[-1:] == [str(number)])  # noqa: B023 - awaited here
             heard.messages.clear()

@@ -24,7 +24,7 @@ from history.log.streams import TopicsFullError
 from streamer.operating import drops, metrics
 from streamer.operating.drops import ENTRIES_MAX, PENDING_MAX, REPORT_S, DroppedEntry, Drops, parse
 from streamer.operating.states import DEGRADED, READY
-from streamer.operating.status import status_of
+from streamer.parts.status import StatusPart
 from tests.streamer.conftest import World
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
@@ -187,7 +187,7 @@ async def fleet_world(make_world: MakeWorld, more: str = "") -> World:
     section = world.config.streamer.model_copy(update={"admin": "127.0.0.1:0"})
     world.config = world.config.model_copy(update={"streamer": section})
     await world.start()
-    world.streamer.ledger.pressure.is_on = lambda _: True  # type: ignore[method-assign]
+    world.assembly.ledger.pressure.is_on = lambda _: True  # type: ignore[method-assign]
     return world
 
 
@@ -210,46 +210,46 @@ async def test_what_a_quota_drops_is_shown_until_it_is_acknowledged(
         # more than the durable log takes of one authority at once
         await node.send_batch([publish("//vin1/8001/1/8001", f"{n}") for n in range(1_500)])
         await world.taken("fleet")
-        dropped = world.streamer.endpoints["fleet"].dropped["over_quota"]
+        dropped = world.assembly.endpoints["fleet"].dropped["over_quota"]
         assert dropped
         await world.until(lambda: sum(messages for _, messages, _ in reported(lines)) == dropped)
     assert {(endpoint, authorities) for endpoint, _, authorities in reported(lines)} == {("fleet", 1)}
-    assert world.streamer.drops.lost("fleet") == dropped
+    assert world.assembly.drops.lost("fleet") == dropped
     answer = await readyz(world)
     assert (answer["status"], answer["endpoints"]["fleet"]["state"]) == (DEGRADED, DEGRADED)
     assert f"{dropped} messages that were taken have been dropped" in answer["endpoints"]["fleet"]["reason"]
     assert "vin1" in answer["endpoints"]["fleet"]["reason"]
     assert answer["endpoints"]["home"]["state"] == READY
-    lost = {one.name: one.lost for one in status_of(world.streamer).endpoints}
+    lost = {one.name: one.lost for one in world.parts.of(StatusPart).status().endpoints}
     assert lost == {"home": 0, "fleet": dropped}
-    text = metrics.expose(world.streamer.samples).decode()
+    text = metrics.expose(world.parts.samples).decode()
     assert f'up_streamer_lost_total{{endpoint="fleet",reason="over_quota"}} {dropped}.0' in text
     assert 'up_streamer_log_damage{kind="dropped",log="durable"} 1.0' in text
-    await world.streamer.logs.durable.saved()
+    await world.assembly.logs.durable.saved()
     await world.restart()
     assert (await readyz(world))["status"] == DEGRADED
     seen = damages.acknowledge(world.config.streamer.data_dir / "history.db")
     assert [one.kind for one in seen] == [damages.DROPPED]
-    await world.until(lambda: not world.streamer.problems())
+    await world.until(lambda: not world.parts.problems())
     assert (await readyz(world))["status"] == READY
-    assert world.streamer.drops.lost("fleet") == 0
+    assert world.assembly.drops.lost("fleet") == 0
 
 
 async def test_what_was_dropped_just_before_the_stop_is_kept(make_world: MakeWorld, publish: Any) -> None:
     world = await fleet_world(make_world, more="[limits]\nauthority_messages_per_s = 10\n")
     for count in (100, 50):
-        ingress = world.streamer.ingresses["fleet"]
+        ingress = world.assembly.ingresses["fleet"]
         ingress.on_receive_batch([publish("//vin1/8001/1/8001", "x") for _ in range(count)])
-    dropped = world.streamer.endpoints["fleet"].dropped["over_quota"]
+    dropped = world.assembly.endpoints["fleet"].dropped["over_quota"]
     await world.restart()
-    assert world.streamer.drops.lost("fleet") == dropped
+    assert world.assembly.drops.lost("fleet") == dropped
 
 
 async def test_what_is_too_large_or_beyond_the_topics_is_lost(
     make_world: MakeWorld, publish: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = await fleet_world(make_world, more="[limits]\nmessage_bytes_max = 65536\n")
-    ingress, durable = world.streamer.ingresses["fleet"], world.streamer.logs.durable
+    ingress, durable = world.assembly.ingresses["fleet"], world.assembly.logs.durable
     ingress.on_receive_batch([publish("//vin1/8001/1/8001", "x" * 70_000)])
 
     def full(*_: Any, **__: Any) -> int:
@@ -257,48 +257,51 @@ async def test_what_is_too_large_or_beyond_the_topics_is_lost(
 
     monkeypatch.setattr(durable, "stream_id", full)
     ingress.on_receive_batch([publish("//vin1/8001/1/8002", "x") for _ in range(3)])
-    counts = world.streamer.drops.counts
+    counts = world.assembly.drops.counts
     assert counts == {("fleet", "too_large"): 1, ("fleet", "authority_topics_full"): 3}
 
 
 async def test_what_nobody_wants_or_may_send_and_requests_are_not_lost(make_world: MakeWorld, publish: Any) -> None:
     world = await fleet_world(make_world, more="[limits]\nauthority_messages_per_s = 1\nmessage_bytes_max = 65536\n")
-    ingress = world.streamer.ingresses["fleet"]
+    ingress = world.assembly.ingresses["fleet"]
     unwanted = [publish("//vin1/8002/1/8001", "x" * size) for size in (1, 70_000) for _ in range(50)]
     spoofed = [publish("//cloud/8001/1/8001", "x")] * 3
     method, caller = uris.parse("//cloud/9001/1/1"), uris.parse("//vin1/8001/1/0")
     requests = [UMessageBuilder.request(caller, method, 60_000).build() for _ in range(50)]
     ingress.on_receive_batch([*unwanted, *spoofed, *requests])
-    dropped = world.streamer.endpoints["fleet"].dropped
+    dropped = world.assembly.endpoints["fleet"].dropped
     assert dropped["over_quota"] > 50
     assert (dropped["too_large"], dropped["spoofed"]) == (50, 2), "the third is beyond the quota of a false name"
-    assert not world.streamer.drops.counts
+    assert not world.assembly.drops.counts
 
 
 async def test_what_a_log_refuses_is_lost_if_its_network_can_not_send_it_again(
     make_world: MakeWorld, publish: Any
 ) -> None:
     world = await fleet_world(make_world)
-    ingress = world.streamer.ingresses["fleet"]
+    ingress = world.assembly.ingresses["fleet"]
     batch = [publish("//vin1/8001/1/8001", f"{n}") for n in range(2)]
     encoded = [EncodedMessage.of(one) for one in batch]
     for one in encoded:
         ingress.verdict_of(one)
     ingress._redelivers = True
     ingress._not_taken(encoded)
-    assert not world.streamer.drops.counts
+    assert not world.assembly.drops.counts
     ingress._redelivers = False
     ingress._not_taken(encoded)
-    assert world.streamer.drops.counts == {("fleet", "refused"): 2}
+    assert world.assembly.drops.counts == {("fleet", "refused"): 2}
 
 
 async def test_what_a_transport_drops_unread_is_lost(make_world: MakeWorld, publish: Any) -> None:
     world = await fleet_world(make_world)
-    ingress, transport = world.streamer.ingresses["fleet"], world.streamer.endpoints["fleet"].transport
+    ingress, transport = (
+        world.assembly.ingresses["fleet"],
+        world.assembly.endpoints["fleet"].transport,
+    )
     transport.dropped["too_large"] += 4  # type: ignore[attr-defined]
     transport.dropped["malformed"] += 9  # type: ignore[attr-defined]
-    await world.until(lambda: world.streamer.drops.counts)
+    await world.until(lambda: world.assembly.drops.counts)
     ingress.gather_lost()
-    assert world.streamer.drops.counts == {("fleet", "too_large"): 4}
-    await world.until(lambda: world.streamer.drops.lost("fleet"))
-    assert "other authorities" in texts(world.streamer.logs.durable)[0]
+    assert world.assembly.drops.counts == {("fleet", "too_large"): 4}
+    await world.until(lambda: world.assembly.drops.lost("fleet"))
+    assert "other authorities" in texts(world.assembly.logs.durable)[0]

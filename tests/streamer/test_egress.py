@@ -384,7 +384,7 @@ async def test_a_slow_peer_disturbs_nobody_else(make_world: MakeWorld, publish: 
     for begin in range(0, count, 500):
         await vehicle.send_batch([publish(TOPICS[0], str(number)) for number in range(begin, begin + 500)])
     await neighbour.expect(count)
-    pump = next(pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable)
+    pump = next(pump for pump in world.assembly.pumps if pump.peer.name == "cloud" and pump.log.durable)
     assert pump.backlog > 0
     assert len(slowly) < count
     release.set()
@@ -403,40 +403,40 @@ async def test_a_volatile_topic_keeps_the_newest_and_a_durable_one_everything(
     )
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     durable, volatile = await world.hear(cloud, TOPICS[0]), await world.hear(cloud, TOPICS[1])
-    world.streamer.endpoints["cloud"].transport.disconnect()
+    world.assembly.endpoints["cloud"].transport.disconnect()
     count, filling = 5_000, "x" * 6_000  # 30 MB: more than the ring and what has been read ahead
     for begin in range(0, count, 200):
         part = range(begin, begin + 200)
         await vehicle.send_batch([publish(TOPICS[1], f"{number} {filling}") for number in part])
         await vehicle.send_batch([publish(TOPICS[0], str(number)) for number in part])
     await world.until(
-        lambda: world.streamer.logs.volatile.newest_seq == count and world.streamer.logs.durable.newest_seq == count
+        lambda: world.assembly.logs.volatile.newest_seq == count and world.assembly.logs.durable.newest_seq == count
     )
-    world.streamer.endpoints["cloud"].transport.reconnect()
+    world.assembly.endpoints["cloud"].transport.reconnect()
     await durable.expect(count)
     await world.until(lambda: volatile.messages and volatile.messages[-1].payload.startswith(b"4999 "))
     assert [int(text) for text in durable.texts] == list(range(count))
     numbers = [int(text.split()[0]) for text in volatile.texts]
     assert numbers == sorted(set(numbers))
     assert len(numbers) < count
-    pump = next(pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and not pump.log.durable)
+    pump = next(pump for pump in world.assembly.pumps if pump.peer.name == "cloud" and not pump.log.durable)
     assert pump.reading.gaps == count - len(numbers)  # counted, never silent
 
 
 async def test_large_messages_are_not_all_read_ahead(make_world: Any, publish: Any) -> None:
     world = await make_world(subscriptions={"//vehicle1/8001/1/8001": ["//cloud/9001/1/0"]})
     vehicle = await world.node("vehicle", "vehicle1")
-    world.streamer.endpoints["cloud"].transport.disconnect()
-    pump = next(pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable)
+    world.assembly.endpoints["cloud"].transport.disconnect()
+    pump = next(pump for pump in world.assembly.pumps if pump.peer.name == "cloud" and pump.log.durable)
     large = bytes(1 << 20)
     for _ in range(40):
         message = publish("//vehicle1/8001/1/8001")
         message.payload = large
         await vehicle.send(message)
-    await world.until(lambda: world.streamer.logs.durable.newest_seq == 40 and pump.retries)
+    await world.until(lambda: world.assembly.logs.durable.newest_seq == 40 and pump.retries)
     assert pump.sender.queue.bytes <= WINDOW_BYTES_MAX + (8 << 20)
     hearer = await world.hear(await world.node("cloud", "cloud"), uris.parse("//vehicle1/8001/1/8001"))
-    world.streamer.endpoints["cloud"].transport.reconnect()
+    world.assembly.endpoints["cloud"].transport.reconnect()
     await hearer.expect(40)
     assert pump.sender.queue.bytes == 0
 
@@ -446,7 +446,7 @@ async def test_what_is_paced_leaves_in_small_batches(make_world: MakeWorld, publ
     world = await make_world(
         subscriptions={uris.format(TOPICS[0]): ["//cloud/9001/1/0"]}, egress="messages_per_s = 40\n"
     )
-    transport, sizes = world.streamer.endpoints["cloud"].transport, list[int]()
+    transport, sizes = world.assembly.endpoints["cloud"].transport, list[int]()
     send_batch = transport.send_batch
 
     async def counted(messages: Any) -> Any:

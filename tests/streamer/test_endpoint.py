@@ -126,7 +126,7 @@ async def test_a_faulty_endpoint_is_its_own_trouble(
     real = await _create(world)
     broken = asyncio.Event()
     broken.set()
-    transport = real.endpoints["mcu"].transport
+    transport = real.assembly.endpoints["mcu"].transport
     works = getattr(transport, when)
 
     async def fails(*arguments: Any) -> Any:

@@ -159,7 +159,7 @@ async def test_epochs_are_whole_where_they_are_followed(pair: Pair, mode: str) -
     drive = Drive(pair, random.Random(1))
     seconds = [await drive.second() for _ in range(12)]
     await all_ended(pair, reads, seconds[-1])
-    there = await truth(pair.vehicle.streamer.logs.durable)
+    there = await truth(pair.vehicle.assembly.logs.durable)
     for read in reads:
         assert all(records == there[epoch] for epoch, records in read.whole.items())
         assert [epoch.time[0] for epoch in read.whole] == seconds[:-1]
@@ -196,7 +196,7 @@ async def test_cuts_and_restarts_on_the_way_make_no_epoch_a_part_of_one(pair: Pa
                 await read.end()
                 await read.begin()
     await all_ended(pair, [read], last)
-    there = await truth(pair.vehicle.streamer.logs.durable)
+    there = await truth(pair.vehicle.assembly.logs.durable)
     assert all(records == there[epoch] for epoch, records in read.whole.items()), f"seed {seed}"
     incomplete = [one for one in read.epochs.values() if not one.is_complete]
     assert len(incomplete) <= 2 * restarts, (
@@ -229,7 +229,7 @@ async def test_what_begins_to_be_followed_in_the_middle_of_an_epoch_is_not_taken
     await read.begin()
     again = [await drive.second() for _ in range(4)]
     await all_ended(pair, [read], again[-1])
-    there = await truth(pair.vehicle.streamer.logs.durable)
+    there = await truth(pair.vehicle.assembly.logs.durable)
     assert again[0] == half
     assert Epoch("second", (half,)) not in read.whole, "of what was open a part is missing"
     assert {epoch.time[0] for epoch in read.whole} == {*first, *again[1:-1]}
@@ -263,7 +263,7 @@ async def test_what_is_pushed_in_between_is_missing_from_what_was_open(pair: Pai
     await pair.handed_over()
     again = [await drive.second() for _ in range(4)]
     await all_ended(pair, [read], again[-1])
-    there = await truth(pair.vehicle.streamer.logs.durable)
+    there = await truth(pair.vehicle.assembly.logs.durable)
     assert {half, *between, *again} <= {epoch.time[0] for epoch in there}
     assert [epoch.time[0] for epoch in read.whole] == [*first, *again[:-1]]
     assert all(records == there[epoch] for epoch, records in read.whole.items())
@@ -307,8 +307,8 @@ async def test_a_temporary_loss_of_access_is_reported_once_and_when_it_ends(pair
     await read.begin()
     first = [await drive.second() for _ in range(3)]
     await all_ended(pair, [read], first[-1])
-    log = pair.hub.streamer.logs.durable
-    beginnings = log.stream_id(pair.hub.streamer.local.get_resource(ids.BEGINNINGS), wanted=True)
+    log = pair.hub.assembly.logs.durable
+    beginnings = log.stream_id(pair.hub.assembly.local.get_resource(ids.BEGINNINGS), wanted=True)
 
     async def topics() -> list[list[UUri]]:
         chunks = await log.read(0, streams={beginnings})
@@ -350,7 +350,7 @@ async def test_nobody_but_the_keeper_tells_of_epochs(pair: Pair) -> None:
     await pair.car.send(message)
     last = [await drive.second() for _ in range(2)][-1]
     await all_ended(pair, [read], last)
-    there = await truth(pair.vehicle.streamer.logs.durable)
+    there = await truth(pair.vehicle.assembly.logs.durable)
     assert all(records == there[epoch] for epoch, records in read.whole.items())
-    assert pair.vehicle.streamer.endpoints["car"].dropped["spoofed"] == 1
+    assert pair.vehicle.assembly.endpoints["car"].dropped["spoofed"] == 1
     await read.end()

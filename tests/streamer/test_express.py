@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamer.parts import MemoryLimits
+from streamer.building import MemoryLimits
 from streamer.walk import sender as expresses
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.sender import SENDERS_SHARE, Express

@@ -227,7 +227,7 @@ async def test_a_slow_peer_of_a_volatile_topic_loses_nothing(make_world: Any, pu
         taken.extend(message.payload for message in messages)
         return [OK] * len(messages)
 
-    monkeypatch.setattr(world.streamer.endpoints["cloud"].transport, "send_batch", slowly)
+    monkeypatch.setattr(world.assembly.endpoints["cloud"].transport, "send_batch", slowly)
     payloads = [b"%06d" % number + bytes(1_000) for number in range(20_000)]  # more than the ring holds
     for begin in range(0, len(payloads), 500):
         messages = [publish(SPEED) for _ in range(500)]
@@ -236,4 +236,4 @@ async def test_a_slow_peer_of_a_volatile_topic_loses_nothing(make_world: Any, pu
         assert not any(status.code for status in await vehicle.send_batch(messages))
     await world.until(lambda: len(taken) >= len(payloads))
     assert taken == payloads
-    assert all(pump.reading.gaps == 0 for pump in world.streamer.pumps)
+    assert all(pump.reading.gaps == 0 for pump in world.assembly.pumps)

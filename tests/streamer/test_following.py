@@ -22,6 +22,7 @@ from streamer.config import FollowSection
 from streamer.following import follows
 from streamer.following.followed import Followed
 from streamer.operating.metrics import expose
+from streamer.parts.reloading import Reloader
 from tests.streamer.conftest import Hearer, MakeWorld, World, endpoints, text
 from tests.tiers import seeds
 from uprotocol import uri as uris
@@ -101,7 +102,7 @@ class Pair:
 
     @property
     def followed(self) -> Any:
-        (one,) = self.hub.streamer.follows
+        (one,) = self.hub.assembly.follows
         return one
 
     async def handed_over(self) -> None:
@@ -128,7 +129,7 @@ def followed_by_hub(vehicle: World) -> Any:
 
 def has_ended(hub: World) -> bool:
     """It follows nobody, and was told that publishes are pushed again. The positions are kept."""
-    kept = hub.streamer.logs.durable.followed.positions()
+    kept = hub.assembly.logs.durable.followed.positions()
     return all(FollowedPlaces.FromString(one).ended for key, one in kept.items() if key.startswith("link:"))
 
 
@@ -145,7 +146,7 @@ async def test_what_is_followed_is_heard_once_and_in_order(pair: Pair, mode: str
     await pair.expect_all()
     await pair.publish(50, DOOR)
     await pair.expect_all()
-    link = [pump for pump in pair.vehicle.streamer.pumps if pump.peer.name == "link"]
+    link = [pump for pump in pair.vehicle.assembly.pumps if pump.peer.name == "link"]
     assert all(pump.plans.is_followed and not pump.retries for pump in link)
     assert pair.followed.counts["stored"] == 350
     assert pair.followed.counts["duplicate"] == 0
@@ -157,7 +158,7 @@ async def test_each_record_tells_its_origin(pair: Pair) -> None:
     await pair.handed_over()
     await pair.publish(20)
     await pair.expect_all()
-    vehicle, hub = pair.vehicle.streamer.logs.durable, pair.hub.streamer.logs.durable
+    vehicle, hub = pair.vehicle.assembly.logs.durable, pair.hub.assembly.logs.durable
     chunks = await hub.read(0)
     origins = [origin for chunk in chunks for origin in chunk.origins or []]
     assert [origin.seq for origin in origins] == list(range(vehicle.newest_seq - 19, vehicle.newest_seq + 1))
@@ -213,7 +214,7 @@ async def test_without_a_hand_over_nothing_is_followed_and_what_is_pushed_counts
     await pair.publish(50)
     await pair.expect_all()
     assert pair.followed.counts["stored"] == 0
-    assert any("can't be followed" in problem for problem in pair.hub.streamer.problems())
+    assert any("can't be followed" in problem for problem in pair.hub.parts.problems())
     await pair.vehicle.stop()
     pair.vehicle.config = followed_by_hub(pair.vehicle)
     await pair.vehicle.start()
@@ -229,7 +230,7 @@ async def test_what_was_pushed_before_a_hand_over_comes_before_what_is_followed(
     """The follower's log refused it, and the network delivers it again."""
     await pair.begin(followed_by=False)
     await pair.hub.until(lambda: pair.followed.trouble)
-    durable, refusals, refuses = pair.hub.streamer.logs.durable, 0, True
+    durable, refusals, refuses = pair.hub.assembly.logs.durable, 0, True
     append = durable.append
 
     def refusing(streams: list[int], messages: list[Any], notes: Any = None) -> asyncio.Future[int]:
@@ -247,7 +248,7 @@ async def test_what_was_pushed_before_a_hand_over_comes_before_what_is_followed(
     await pair.vehicle.stop()
     pair.vehicle.config = followed_by_hub(pair.vehicle)
     await pair.vehicle.start()
-    await pair.vehicle.until(lambda: pair.vehicle.streamer.handovers.followed)
+    await pair.vehicle.until(lambda: pair.vehicle.assembly.handovers.followed)
     await pair.publish(1)
     before = refusals
     await pair.hub.until(lambda: refusals >= before + 5)
@@ -268,7 +269,7 @@ async def test_what_is_not_followed_any_more_is_pushed_again_from_where_we_were(
     await pair.hub.start()
     await pair.publish(30)
     await pair.expect_all()
-    assert pair.vehicle.streamer.handovers.followed == frozenset()
+    assert pair.vehicle.assembly.handovers.followed == frozenset()
     await pair.hub.until(lambda: has_ended(pair.hub))
 
 
@@ -295,7 +296,7 @@ async def test_who_names_no_follower_any_more_pushes_again(pair: Pair) -> None:
     await pair.vehicle.start()
     await pair.publish(30)
     await pair.expect_all()
-    assert not any(name.startswith("followed:") for one in pair.vehicle.streamer.logs for name in one.cursors.seqs())
+    assert not any(name.startswith("followed:") for one in pair.vehicle.assembly.logs for name in one.cursors.seqs())
 
 
 async def test_a_hand_over_holds_what_the_follower_has_not_had_over_a_restart(pair: Pair) -> None:
@@ -307,11 +308,11 @@ async def test_a_hand_over_holds_what_the_follower_has_not_had_over_a_restart(pa
     await pair.publish(20)
     await pair.vehicle.restart()
     await pair.publish(20)
-    await pair.vehicle.until(lambda: pair.vehicle.streamer.logs.durable.newest_seq >= 50)
-    row = pair.vehicle.streamer.logs.durable.cursors.get("followed:link")
+    await pair.vehicle.until(lambda: pair.vehicle.assembly.logs.durable.newest_seq >= 50)
+    row = pair.vehicle.assembly.logs.durable.cursors.get("followed:link")
     assert row is not None
     assert row.holds
-    assert pair.vehicle.streamer.logs.durable.newest_seq - row.seq >= 40
+    assert pair.vehicle.assembly.logs.durable.newest_seq - row.seq >= 40
     await pair.hub.start()
     await pair.expect_all()
 
@@ -322,19 +323,19 @@ async def test_who_is_not_named_takes_nothing_over(pair: Pair) -> None:
     del other
     await pair.publish(10)
     await pair.expect_all()
-    assert pair.vehicle.streamer.handovers.followed == frozenset()
+    assert pair.vehicle.assembly.handovers.followed == frozenset()
 
 
 async def test_what_is_followed_can_not_be_paused_and_what_is_paused_not_handed_over(pair: Pair) -> None:
     await pair.begin(follow=False)
-    paused = pair.vehicle.streamer.paused
+    paused = pair.vehicle.assembly.paused
     await paused.pause(DOOR, "tablet")
     await pair.hub.stop()
     follow = FollowSection(endpoint="link", service="//vehicle1/4/1/0")
     pair.hub.config = pair.hub.config.model_copy(update={"follow": [follow]})
     await pair.hub.start()
-    await pair.vehicle.until(lambda: any(pair.vehicle.streamer.handovers.refusals))
-    assert pair.vehicle.streamer.handovers.followed == frozenset()
+    await pair.vehicle.until(lambda: any(pair.vehicle.assembly.handovers.refusals))
+    assert pair.vehicle.assembly.handovers.followed == frozenset()
     await pair.publish(10)
     await pair.expect_all()
     await paused.resume(DOOR, "tablet")
@@ -356,7 +357,7 @@ async def test_what_was_held_when_a_follower_takes_over_is_read_from_the_history
     await pair.expect_all()
     pair.vehicle.networks["link"].refuse(uris.format(SPEED))
     await pair.publish(20)
-    (pump,) = (one for one in pair.vehicle.streamer.pumps if one.peer.name == "link" and one.log.durable)
+    (pump,) = (one for one in pair.vehicle.assembly.pumps if one.peer.name == "link" and one.log.durable)
     await pair.vehicle.until(lambda: sum(hold.records for hold in pump.address_holds.values()) >= 20)
     await pair.publish(10, DOOR)
     await pair.heard.expect(15)
@@ -373,8 +374,8 @@ async def test_what_was_held_when_a_follower_takes_over_is_read_from_the_history
     assert speed == [*range(25), *range(35, 40)]
     assert pair.followed.counts["pushed_before"] == 10
     assert pair.followed.counts["stored"] == 25
-    await pair.vehicle.until(lambda: not any(pump.owed or pump.address_holds for pump in pair.vehicle.streamer.pumps))
-    assert not any(name.startswith(("held:", "owed:")) for name in pair.vehicle.streamer.logs.durable.cursors.seqs())
+    await pair.vehicle.until(lambda: not any(pump.owed or pump.address_holds for pump in pair.vehicle.assembly.pumps))
+    assert not any(name.startswith(("held:", "owed:")) for name in pair.vehicle.assembly.logs.durable.cursors.seqs())
 
 
 async def test_a_follower_that_reads_nothing_held_is_asked_to_poll_again(pair: Pair) -> None:
@@ -382,9 +383,9 @@ async def test_a_follower_that_reads_nothing_held_is_asked_to_poll_again(pair: P
     await pair.begin(follow=False)
     pair.vehicle.networks["link"].refuse(uris.format(SPEED))
     await pair.publish(3)
-    (pump,) = (one for one in pair.vehicle.streamer.pumps if one.peer.name == "link" and one.log.durable)
+    (pump,) = (one for one in pair.vehicle.assembly.pumps if one.peer.name == "link" and one.log.durable)
     await pair.vehicle.until(lambda: sum(hold.records for hold in pump.address_holds.values()) >= 3)
-    hand_overs, caller = pair.vehicle.streamer.handovers, uris.parse("//hub/4/1/0")
+    hand_overs, caller = pair.vehicle.assembly.handovers, uris.parse("//hub/4/1/0")
     with pytest.raises(UStatusError, match="nothing can be handed over") as refused:
         await hand_overs.asked(caller, HandOver(take=True))
     assert refused.value.code == UCode.UNAVAILABLE
@@ -420,8 +421,8 @@ async def test_what_the_rules_let_go_from_now_on_is_followed(pair: Pair, mode: s
     await pair.hub.until(lambda: pair.followed.counts["denied"] == 1)
     await pair.publish(10)
     streamer, config = pair.vehicle.streamer, pair.vehicle.config
-    streamer.reloader.read = lambda: config.model_copy(update={"rule": []})
-    await streamer.reloader.reload()
+    streamer.parts.of(Reloader).read = lambda: config.model_copy(update={"rule": []})
+    await streamer.parts.of(Reloader).reload()
     await pair.publish(10, DOOR)
     await pair.publish(10)
     await pair.expect_all()
@@ -431,8 +432,8 @@ async def test_following_begins_and_ends_by_reloads(pair: Pair) -> None:
     """Publishes are pushed before and after it, and followed meanwhile: each once and in order."""
 
     async def reload(world: World, config: Any) -> None:
-        world.streamer.reloader.read = lambda: config
-        assert await world.streamer.reloader.reload()
+        world.parts.of(Reloader).read = lambda: config
+        assert await world.parts.of(Reloader).reload()
 
     await pair.begin(followed_by=False, follow=False)
     alone, apart = pair.vehicle.config, pair.hub.config
@@ -471,18 +472,18 @@ async def test_metrics_tell_who_follows_and_how_far_it_is(pair: Pair) -> None:
     await pair.handed_over()
     await pair.publish(10)
     await pair.expect_all()
-    here, there = expose(pair.hub.streamer.samples).decode(), pair.vehicle.streamer
+    here, there = expose(pair.hub.parts.samples).decode(), pair.vehicle.streamer
     assert 'up_streamer_followed{endpoint="link",state="handed_over"} 1.0' in here
     assert 'up_streamer_followed_records_total{endpoint="link",what="stored"} 10.0' in here
-    await pair.vehicle.until(lambda: not any(records for *_, records in there.handovers.backlog()))
-    metrics = expose(there.samples).decode()
+    await pair.vehicle.until(lambda: not any(records for *_, records in there.assembly.handovers.backlog()))
+    metrics = expose(there.parts.samples).decode()
     for line in ("followers 1.0", "followers_topics 4.0", "pushes 1.0"):
         assert f"up_streamer_{line}" in metrics
     await pair.hub.stop()
     await pair.publish(10)
-    log = there.logs.durable
+    log = there.assembly.logs.durable
     await pair.vehicle.until(lambda: log.newest_seq >= 20)
-    assert 'up_streamer_follower_backlog{endpoint="link",log="durable"} 10.0' in expose(there.samples).decode()
+    assert 'up_streamer_follower_backlog{endpoint="link",log="durable"} 10.0' in expose(there.parts.samples).decode()
 
 
 async def test_two_that_follow_each_other_make_no_loop(make_world: MakeWorld, publish: Publish) -> None:
@@ -497,7 +498,7 @@ async def test_two_that_follow_each_other_make_no_loop(make_world: MakeWorld, pu
     vehicle = await make_world(car, subscribed)
     hub = await make_world(office + follow.format("vehicle1"), subscribed)
     for world in (vehicle, hub):
-        await world.until(lambda world=world: all(one.is_handed_over for one in world.streamer.follows))
+        await world.until(lambda world=world: all(one.is_handed_over for one in world.assembly.follows))
     in_car, tablet = await vehicle.node("car", "vehicle1"), await hub.node("office", "tablet")
     in_office = await hub.hear(tablet, uris.pattern("vehicle1"))
     heard = await vehicle.hear(in_car, uris.pattern("tablet"))
@@ -508,12 +509,12 @@ async def test_two_that_follow_each_other_make_no_loop(make_world: MakeWorld, pu
     await heard.expect(50)
     for world, hearer in ((vehicle, heard), (hub, in_office)):
         assert [int(text) for text in hearer.texts] == list(range(50))
-        assert world.streamer.logs.durable.newest_seq == 100
+        assert world.assembly.logs.durable.newest_seq == 100
 
 
 def tells_copies(world: World) -> bool:
     """The follower recognises plain messages that are copies of followed records."""
-    places = world.streamer.logs.durable.followed.positions().values()
+    places = world.assembly.logs.durable.followed.positions().values()
     return any(FollowedPlaces.FromString(place).HasField("since") for place in places)
 
 
@@ -528,12 +529,12 @@ async def test_a_plain_copy_does_not_overtake_what_a_pattern_brings(
     heard = await world.hear(cloud, uris.pattern("vehicle1"))
     node = await world.node("vehicle", "vehicle1", 0x8001)
     async with HistoryPublisher(node, node.local, tmp_path / "own.db", announce_s=0.05) as publisher:
-        await world.until(lambda: [one for one in world.streamer.follows if one.connected])
+        await world.until(lambda: [one for one in world.assembly.follows if one.connected])
         await publisher.publish(0x8002, text("other"))
         await world.until(lambda: tells_copies(world))
         await world.restart()  # it goes on from a place
-        await world.until(lambda: [one for one in world.streamer.follows if one.connected])
-        (followed,) = world.streamer.follows
+        await world.until(lambda: [one for one in world.assembly.follows if one.connected])
+        (followed,) = world.assembly.follows
         followed.listen_for(SPEED)
         await node.send(publish(SPEED, "of the same type, and not in the history"))
         await publisher.publish(0x8001, text("0"))
@@ -555,7 +556,7 @@ async def test_nothing_is_missed_or_doubled_while_a_publisher_is_found(
     async def publish_until(publisher: HistoryPublisher, condition: Callable[[Followed], bool], more: int = 50) -> None:
         nonlocal sent
         while more:
-            more -= any(map(condition, world.streamer.follows))
+            more -= any(map(condition, world.assembly.follows))
             await publisher.publish(0x8001, text(str(sent)))
             sent += 1
 
@@ -563,7 +564,7 @@ async def test_nothing_is_missed_or_doubled_while_a_publisher_is_found(
         await publish_until(publisher, lambda one: one.counts["stored"] > 20)
         await heard.expect(sent)
     assert [int(one) for one in heard.texts] == list(range(sent))
-    (followed,) = world.streamer.follows
+    (followed,) = world.assembly.follows
     assert followed.counts["doorbells"] > followed.counts["duplicate"]
 
 
@@ -577,9 +578,9 @@ async def test_what_was_published_before_it_was_followed_counts_whenever_it_come
     early = [publish(SPEED, f"early {number}") for number in range(3)]
     for life, message in enumerate(early):
         async with HistoryPublisher(node, node.local, tmp_path / "own.db", announce_s=0.05) as publisher:
-            await world.until(lambda: [one for one in world.streamer.follows if one.connected])
+            await world.until(lambda: [one for one in world.assembly.follows if one.connected])
             await publisher.publish(0x8001, text(f"followed {life}"))
-            await world.until(lambda: [one for one in world.streamer.follows if one.counts["records"]])
+            await world.until(lambda: [one for one in world.assembly.follows if one.counts["records"]])
             await node.send(message)
             await heard.expect(2 * (life + 1))
         await world.restart()
@@ -595,13 +596,13 @@ async def test_a_clock_that_stands_still_makes_no_copy_a_message(make_world: Mak
     ids = uuids.UUIDGenerator(lambda: stopped_ms)
     with uuids.simulated(lambda: stopped_ms * 1_000_000, ids):
         async with HistoryPublisher(node, node.local, tmp_path / "own.db", announce_s=0.05) as publisher:
-            await world.until(lambda: [one for one in world.streamer.follows if one.connected])
+            await world.until(lambda: [one for one in world.assembly.follows if one.connected])
             await publisher.publish(0x8001, text("0"))
-            await world.until(lambda: tells_copies(world) and next(iter(world.streamer.follows)).counts["records"])
+            await world.until(lambda: tells_copies(world) and next(iter(world.assembly.follows)).counts["records"])
             for number in range(1, 20):
                 await publisher.publish(0x8001, text(str(number)))
             await heard.expect(20)
-    (followed,) = world.streamer.follows
+    (followed,) = world.assembly.follows
     assert followed.counts["stored"] >= 19
     assert followed.counts["duplicate"] <= 1
 
@@ -625,9 +626,9 @@ async def test_a_publisher_with_a_history_is_found_and_followed(
             await publisher.publish(0x8001, UPayload(str(next(sent)).encode(), 4))
 
     async with HistoryPublisher(node, node.local, tmp_path / "own.db", announce_s=0.05) as publisher:
-        await world.until(lambda: [one for one in world.streamer.follows if one.connected])
+        await world.until(lambda: [one for one in world.assembly.follows if one.connected])
         await publish_some(publisher, 1)
-        await world.until(lambda: [one for one in world.streamer.follows if one.counts["records"]])
+        await world.until(lambda: [one for one in world.assembly.follows if one.counts["records"]])
         network.set_faults(Faults(seed=7, fail_send=0.2, duplicate=0.2))
         await publish_some(publisher, 99)
         await world.restart()
@@ -640,7 +641,7 @@ async def test_a_publisher_with_a_history_is_found_and_followed(
         await publish_some(publisher, 100)
         await heard.expect(500)
     assert [int(text) for text in heard.texts] == list(range(500))
-    (followed,) = world.streamer.follows
+    (followed,) = world.assembly.follows
     assert followed.counts["doorbells"] > 0
     assert followed.counts["gaps"] == 0
 
@@ -670,7 +671,7 @@ async def test_what_is_published_after_a_subscription_is_answered_is_followed(
     ):
         await world.until(lambda: publisher.counts["announced"])
         await world.taken("vehicle")
-        assert not list(world.streamer.follows), "nobody wants anything of it"
+        assert not list(world.assembly.follows), "nobody wants anything of it"
         await publisher.publish(0x8001, text("before"))
         await client.subscribe(SPEED)
         if ends == "the gateway":
@@ -698,13 +699,13 @@ async def test_a_publisher_that_is_not_needed_is_followed_once_it_is(
     ):
         await world.until(lambda: publisher.counts["announced"] and not_needed.counts["announced"])
         await world.taken("vehicle")
-        assert not list(world.streamer.follows)
+        assert not list(world.assembly.follows)
         static_file = world.config.usubscription.static_file
         assert static_file is not None
         static_file.write_text(json.dumps({topic: ["//cloud/9001/1/0"]}))
-        await world.streamer.interest.refresh()
-        await world.until(lambda: [one for one in world.streamer.follows if one.connected])
-        assert [one.service for one in world.streamer.follows] == [publisher.service]
+        await world.assembly.interest.refresh()
+        await world.until(lambda: [one for one in world.assembly.follows if one.connected])
+        assert [one.service for one in world.assembly.follows] == [publisher.service]
 
 
 async def test_a_subscription_waits_a_little_for_a_history_that_does_not_answer(
@@ -727,7 +728,7 @@ async def test_a_subscription_waits_a_little_for_a_history_that_does_not_answer(
         await client.subscribe(DOOR)
         await client.subscribe(uris.parse("//vehicle1/8002/1/8001"))
         assert time() - began < 0.4
-    assert {one.kind for one in world.streamer.follows} == {0x8001, 0x8002}
+    assert {one.kind for one in world.assembly.follows} == {0x8001, 0x8002}
 
 
 async def test_as_many_publishers_are_remembered_as_the_limit_allows(
@@ -743,8 +744,8 @@ async def test_as_many_publishers_are_remembered_as_the_limit_allows(
     static_file = world.config.usubscription.static_file
     assert static_file is not None
     static_file.write_text(json.dumps({f"//vehicle1/{one}/1/8001": ["//cloud/9001/1/0"] for one in (8001, 8002, 8003)}))
-    await world.streamer.interest.refresh()
-    assert {one.kind for one in world.streamer.follows} == {0x8001, 0x8003}
+    await world.assembly.interest.refresh()
+    assert {one.kind for one in world.assembly.follows} == {0x8001, 0x8003}
 
 
 # -- other names, other logs
@@ -764,13 +765,13 @@ async def test_who_follows_from_outside_goes_by_the_outside_names(make_world: Ma
     hub = await make_world(office, ECU_SUBSCRIBED[".vin1"])
     tablet, ecu = await hub.node("office", "tablet"), await vehicle.node("car", "ecu1")
     heard = await hub.hear(tablet, uris.pattern("ecu1.vin1"))
-    await hub.until(lambda: any(one.is_handed_over and one.connected for one in hub.streamer.follows))
+    await hub.until(lambda: any(one.is_handed_over and one.connected for one in hub.assembly.follows))
     for number in range(30):
         await ecu.send(publish("//ecu1/8001/1/8001", f"{number}"))
     await heard.expect(30)
     assert [int(text) for text in heard.texts] == list(range(30))
-    (followed,) = hub.streamer.follows
-    assert list(map(uris.format, hub.streamer.follows.services())) == ["up://vehicle1.vin1/4/1/0"]
+    (followed,) = hub.assembly.follows
+    assert list(map(uris.format, hub.assembly.follows.services())) == ["up://vehicle1.vin1/4/1/0"]
     assert followed.counts["stored"] == 30
 
 
@@ -787,7 +788,7 @@ async def test_a_new_log_at_the_origin_is_followed_from_its_beginning(pair: Pair
     await pair.vehicle.start()
     await pair.publish(30)
     await pair.expect_all()
-    await pair.vehicle.until(lambda: pair.vehicle.streamer.handovers.followed == {"link"})
+    await pair.vehicle.until(lambda: pair.vehicle.assembly.handovers.followed == {"link"})
     await pair.publish(30)
     await pair.expect_all()
 
@@ -795,7 +796,7 @@ async def test_a_new_log_at_the_origin_is_followed_from_its_beginning(pair: Pair
 async def test_what_the_log_does_not_take_is_followed_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     await pair.begin()
     await pair.handed_over()
-    follows = pair.hub.streamer.follows
+    follows = pair.hub.assembly.follows
     append, refused = follows.append, iter(range(3))
 
     async def full(*append_what: Any) -> None:
@@ -806,11 +807,11 @@ async def test_what_the_log_does_not_take_is_followed_again(pair: Pair, monkeypa
     monkeypatch.setattr(follows, "append", full)
     await pair.publish(30)
     await pair.hub.until(lambda: "the disk is full" in pair.followed.trouble)
-    assert any("the disk is full" in problem for problem in pair.hub.streamer.problems())
+    assert any("the disk is full" in problem for problem in pair.hub.parts.problems())
     await pair.publish(30)
     await pair.expect_all()
     assert pair.followed.counts["refused"] == 3
-    assert pair.hub.streamer.problems() == []
+    assert pair.hub.parts.problems() == []
 
 
 async def test_a_conversation_ends_only_when_it_is_known_what_is_in_the_log(
@@ -819,7 +820,7 @@ async def test_a_conversation_ends_only_when_it_is_known_what_is_in_the_log(
     """A follower that began another one before would be notified of it a second time."""
     await pair.begin()
     await pair.handed_over()
-    follows, handed, gate = pair.hub.streamer.follows, asyncio.Event(), asyncio.Event()
+    follows, handed, gate = pair.hub.assembly.follows, asyncio.Event(), asyncio.Event()
     append = follows.append
 
     async def slow(*append_what: Any) -> None:
@@ -850,7 +851,7 @@ async def test_what_is_recorded_here_is_followed_though_nobody_wants_it(pair: Pa
     for topic in (other, uris.parse("//vehicle1/8001/1/8004"), uris.parse("//vehicle1/8001/1/8005"), SPEED):
         await pair.car.send(pair.publication(topic, "0"))
     await pair.hub.until(lambda: pair.followed.counts["stored"] >= 3)
-    log = pair.hub.streamer.logs.durable
+    log = pair.hub.assembly.logs.durable
     there = {log.stream(stream).source.resource_id for chunk in await log.read(0) for stream in chunk.streams}
     assert there == {0x8001, 0x8003, 0x8004}
 
@@ -868,10 +869,10 @@ async def test_a_publisher_is_followed_once_a_rule_lets_its_messages_go_on(
     async with HistoryPublisher(node, node.local, tmp_path / "own.db", announce_s=3_600) as publisher:
         await world.until(lambda: publisher.counts["announced"])
         await world.taken("vehicle")
-        assert not list(streamer.follows)
-        streamer.reloader.read = lambda: config.model_copy(update={"rule": []})
-        await streamer.reloader.reload()
-        await world.until(lambda: [one for one in streamer.follows if one.connected])
+        assert not list(streamer.assembly.follows)
+        streamer.parts.of(Reloader).read = lambda: config.model_copy(update={"rule": []})
+        await streamer.parts.of(Reloader).reload()
+        await world.until(lambda: [one for one in streamer.assembly.follows if one.connected])
         for number in range(20):
             await publisher.publish(0x8001, text(str(number)))
         await heard.expect(20)

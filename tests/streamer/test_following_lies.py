@@ -65,7 +65,7 @@ class Lied:
 
     @property
     def followed(self) -> Any:
-        (one,) = self.world.streamer.follows
+        (one,) = self.world.assembly.follows
         return one
 
     async def append(self, topics: Sequence[UUri], payload: str) -> None:
@@ -106,7 +106,7 @@ mode = "poll"
     announcement = announcing.pack(Announcement(incarnations=[log.incarnation]))
     await node.send(announcement)
     found = Lied(world, log, liar)
-    await world.until(lambda: [one for one in world.streamer.follows if one.is_handed_over and one.connected])
+    await world.until(lambda: [one for one in world.assembly.follows if one.is_handed_over and one.connected])
     return found
 
 

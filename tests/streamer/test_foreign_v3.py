@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from streamer import reloading
 from streamer.egress import holds
+from streamer.parts import reloading
 from tests.streamer.test_reloading import changed, reload
 from transports.local import LocalTransport
 from uprotocol import uri as uris
@@ -99,7 +99,7 @@ async def test_topics_are_found_one_by_one_and_messages_wait_for_the_answer(
     make_world: MakeWorld, publish: Publish
 ) -> None:
     world, service, vehicle, heard = await beside_a_foreign_service(make_world)
-    assert world.streamer.problems() == []
+    assert world.parts.problems() == []
     service.answering.clear()
     for number in range(5):
         await vehicle.send_batch([publish(SPEED, f"speed {number}"), publish(DOOR, f"door {number}")])
@@ -114,9 +114,9 @@ async def test_topics_are_found_one_by_one_and_messages_wait_for_the_answer(
     assert service.asked == {uris.format(SPEED): 1, uris.format(DOOR): 1}  # once per topic, and then it tells by itself
 
     await service.change(DOOR, CLOUD_APP, SubscriptionStatus.SUBSCRIBED)
-    await world.until(lambda: world.streamer.interest.wants(DOOR))
+    await world.until(lambda: world.assembly.interest.wants(DOOR))
     await service.change(SPEED, CLOUD_APP, SubscriptionStatus.UNSUBSCRIBED)
-    await world.until(lambda: not world.streamer.interest.wants(SPEED))
+    await world.until(lambda: not world.assembly.interest.wants(SPEED))
     await vehicle.send_batch([publish(SPEED, "nobody"), publish(DOOR, "door 6")])
     await heard.expect(7)
     assert heard.texts[-1] == "door 6"
@@ -125,7 +125,7 @@ async def test_topics_are_found_one_by_one_and_messages_wait_for_the_answer(
 
 
 def parked(world: Any) -> int:
-    return sum(len(pump.topic_holds) for pump in world.streamer.pumps)
+    return sum(len(pump.topic_holds) for pump in world.assembly.pumps)
 
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["", "restarted"])
@@ -147,7 +147,7 @@ async def test_a_topic_without_answer_is_parked_and_goes_out_in_order_when_someb
         assert parked(world) == 1
     service.answering.set()
     # known to be version 3 again, so everything is listened to
-    await world.until(lambda: EVERYTHING in world.streamer.networks["vehicle"].filters)
+    await world.until(lambda: EVERYTHING in world.assembly.networks["vehicle"].filters)
     await vehicle.send(publish(DOOR, "door 3"))
     await vehicle.send(publish(DOOR, "door 4"))
     await heard.expect(9)
@@ -168,7 +168,7 @@ async def test_a_topic_that_nobody_wants_is_forgotten_when_that_is_known(
     await vehicle.send(publish(SPEED, "known"))
     await heard.expect(1)
     assert heard.texts == ["known"]
-    cursors = world.streamer.logs.durable.cursors.seqs
+    cursors = world.assembly.logs.durable.cursors.seqs
     await world.until(lambda: not any(name.startswith("parked:") for name in cursors()))
     await service.stop()
 
@@ -183,7 +183,7 @@ async def test_with_too_many_parked_topics_the_peer_waits_and_loses_nothing(
         service.subscribers[uris.key(topic)] = [CLOUD_APP]
     service.answering.clear()
     await vehicle.send_batch([publish(topic, str(number)) for number, topic in enumerate(topics)])
-    await world.until(lambda: len(world.streamer.logs.durable.streams()) == 10)
+    await world.until(lambda: len(world.assembly.logs.durable.streams()) == 10)
     await asyncio.sleep(0)
     assert parked(world) <= 3
     assert heard.messages == []
@@ -212,7 +212,7 @@ async def test_a_topic_that_was_undecided_and_then_unheard_waits_over_a_restart_
     await world.until(lambda: parked(world) == 1)
     await vehicle.send(publish(SPEED, "later"))
     await speed.expect(2)
-    (pump,) = [pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable]
+    (pump,) = [pump for pump in world.assembly.pumps if pump.peer.name == "cloud" and pump.log.durable]
     await world.until(lambda: pump.cursor == 3)
     service.answering.set()
     await world.until(lambda: pump.address_holds and not pump.topic_holds)
@@ -231,7 +231,7 @@ async def test_what_is_held_at_an_address_waits_although_it_is_not_known_any_mor
     world, service, vehicle, heard = await beside_a_foreign_service(make_world)
     world.networks["cloud"].refuse(uris.format(SPEED))
     await vehicle.send(publish(SPEED, "held"))
-    (pump,) = [pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable]
+    (pump,) = [pump for pump in world.assembly.pumps if pump.peer.name == "cloud" and pump.log.durable]
     await world.until(lambda: len(pump.address_holds) == 1 and pump.cursor == 1)
     service.answering.clear()
     await world.stop()
@@ -249,7 +249,7 @@ async def without_the_cloud(world: Any) -> None:
     """A reload removes the endpoint, and with it all that is known of its service."""
     endpoints = [one for one in world.config.endpoint if one.name != "cloud"]
     await reload(world, changed(world.config, endpoint=endpoints))
-    await world.until(lambda: EVERYTHING not in world.streamer.networks["vehicle"].filters)
+    await world.until(lambda: EVERYTHING not in world.assembly.networks["vehicle"].filters)
 
 
 async def test_a_reload_answers_once_a_new_service_has_said_what_is_wanted(
@@ -273,10 +273,10 @@ async def test_a_reload_does_not_wait_long_for_a_new_service_that_is_silent(
     await without_the_cloud(world)
     service.answering.clear()
     await reload(world, world.config)
-    (asked,) = [one for one in world.streamer.interest.sources if one.name == "cloud"]
+    (asked,) = [one for one in world.assembly.interest.sources if one.name == "cloud"]
     assert not asked.healthy
     service.answering.set()
-    await world.until(lambda: EVERYTHING in world.streamer.networks["vehicle"].filters)
+    await world.until(lambda: EVERYTHING in world.assembly.networks["vehicle"].filters)
     await vehicle.send(publish(SPEED, "once it has answered"))
     await heard.expect(1)
     assert heard.texts == ["once it has answered"]

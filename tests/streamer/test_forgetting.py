@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from history.log.log import Log
-from streamer.parts import MemoryLimits
+from streamer.building import MemoryLimits
 from uprotocol import uri as uris
 from uprotocol.v1.umessage_pb2 import UMessage
 
@@ -30,7 +30,7 @@ def forget(log: Log) -> int:
 
 async def test_a_forgotten_topic_is_decided_and_delivered_again(make_world: MakeWorld, publish: Publish) -> None:
     world = await make_world(subscriptions=SUBSCRIBED, more=VOLATILE)
-    log = world.streamer.logs.volatile
+    log = world.assembly.logs.volatile
     log._tail.bytes_max = RING_BYTES
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard, gear = await world.hear(cloud, SPEED), await world.hear(cloud, GEAR)
@@ -39,8 +39,8 @@ async def test_a_forgotten_topic_is_decided_and_delivered_again(make_world: Make
     old = log.stream_id(SPEED)
     await vehicle.send_batch([publish(GEAR, "x" * 500) for _ in range(20)])
     await gear.expect(20)
-    ingress = world.streamer.ingresses["vehicle"]
-    pump = next(pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log is log)
+    ingress = world.assembly.ingresses["vehicle"]
+    pump = next(pump for pump in world.assembly.pumps if pump.peer.name == "cloud" and pump.log is log)
     await world.until(lambda: not pump.backlog)
     assert forget(log) == 1
     assert not log.knows_stream(old)
@@ -56,11 +56,11 @@ async def test_topics_of_what_waits_for_a_peer_are_kept_though_the_ring_has_pass
     make_world: MakeWorld, publish: Publish
 ) -> None:
     world = await make_world(subscriptions=SUBSCRIBED, more=VOLATILE)
-    log, transport = world.streamer.logs.volatile, world.streamer.endpoints["cloud"].transport
+    log, transport = world.assembly.logs.volatile, world.assembly.endpoints["cloud"].transport
     log._tail.bytes_max = RING_BYTES
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
-    pump = next(pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log is log)
+    pump = next(pump for pump in world.assembly.pumps if pump.peer.name == "cloud" and pump.log is log)
     transport.disconnect()
     await vehicle.send(publish(SPEED, "waits"))
     await world.until(lambda: pump.retries)
@@ -78,9 +78,9 @@ async def test_topics_of_what_waits_for_a_peer_are_kept_though_the_ring_has_pass
 
 async def test_parked_topics_are_kept_until_they_are_decided(make_world: MakeWorld, publish: Publish) -> None:
     world = await make_world(subscriptions=SUBSCRIBED, more=VOLATILE)
-    log = world.streamer.logs.volatile
+    log = world.assembly.logs.volatile
     log._tail.bytes_max = RING_BYTES
-    pump = next(pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log is log)
+    pump = next(pump for pump in world.assembly.pumps if pump.peer.name == "cloud" and pump.log is log)
     id = log.stream_id(FUEL)
     pump.topic_holds.park(id, 0, ())
     assert forget(log) == 0
@@ -90,8 +90,8 @@ async def test_parked_topics_are_kept_until_they_are_decided(make_world: MakeWor
 
 async def test_when_a_thinned_topic_is_due_is_forgotten_with_it(make_world: MakeWorld) -> None:
     world = await make_world(subscriptions=SUBSCRIBED, more=VOLATILE)
-    log = world.streamer.logs.volatile
-    pump = next(pump for pump in world.streamer.pumps if pump.log is log)
+    log = world.assembly.logs.volatile
+    pump = next(pump for pump in world.assembly.pumps if pump.log is log)
     id = log.stream_id(FUEL)
     pump.plans.due_ms[id] = {"cloud": 1}
     forget(log)
@@ -105,7 +105,7 @@ async def test_the_topics_follow_the_memory(
     make_world: MakeWorld, volatile: str, durable_topics: int, volatile_topics: int
 ) -> None:
     world = await make_world(more=f"{volatile}[limits]\nmemory_mib = 32\n")
-    logs = world.streamer.logs
+    logs = world.assembly.logs
     assert (logs.durable.streams_max, logs.volatile.streams_max) == (durable_topics, volatile_topics)
     assert durable_topics + volatile_topics == MemoryLimits(32 << 20).topics_max
     assert logs.durable.authority_streams_max == MemoryLimits(32 << 20).authority_topics_max
@@ -122,11 +122,11 @@ async def test_made_up_topics_leave_room_for_what_somebody_has_named(make_world:
         await vehicle.send_batch([publish(topic, "x") for topic in made_up[begin : begin + 500]])
     await vehicle.send(publish(SPEED, "1"))
     await heard.expect(1)
-    endpoint = world.streamer.endpoints["vehicle"]
+    endpoint = world.assembly.endpoints["vehicle"]
     assert endpoint.dropped["authority_topics_full"] == 50
-    assert world.streamer.topics_of("vehicle1") == share + 1
-    assert world.streamer.dead_letters.total == 0
-    log = world.streamer.logs.durable
+    assert world.assembly.topics_of("vehicle1") == share + 1
+    assert world.assembly.dead_letters.total == 0
+    log = world.assembly.logs.durable
     log.floor_seq = log.newest_seq  # retention has passed them
     assert forget(log) > 0
     before = log.newest_seq

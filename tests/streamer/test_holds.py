@@ -35,7 +35,7 @@ def address(topic: Any) -> str:
 
 
 def pump_of(world: World) -> Any:
-    return next(pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable)
+    return next(pump for pump in world.assembly.pumps if pump.peer.name == "cloud" and pump.log.durable)
 
 
 async def held(world: World, units: int = 1, *, records: int = 0) -> Any:
@@ -118,7 +118,7 @@ async def test_what_an_access_rule_refuses_waits_and_arrives_in_order_when_it_is
     assert speed.texts == []
     await sent(vehicle, publish, SPEED, range(50, 60))
     await held(world, records=60)
-    assert world.streamer.dead_letters.total == 0
+    assert world.assembly.dead_letters.total == 0
     world.networks["cloud"].allow()
     await heard_all(speed, range(60))
     await held(world, 0)
@@ -145,7 +145,7 @@ async def test_one_message_is_tried_at_a_time(make_world: MakeWorld, publish: Pu
     here = await stage(make_world)
     world, heard = here.world, here.speed
     await here.refuses(publish, 100)
-    transport = world.streamer.endpoints["cloud"].transport
+    transport = world.assembly.endpoints["cloud"].transport
     send_batch, tried = transport.send_batch, list[list[str]]()
 
     async def watched(messages: Any) -> Any:
@@ -171,7 +171,7 @@ async def test_what_is_refused_again_while_it_is_read_back_arrives_in_order(
     here = await stage(make_world)
     world, heard = here.world, here.speed
     await here.refuses(publish, 100)
-    transport = world.streamer.endpoints["cloud"].transport
+    transport = world.assembly.endpoints["cloud"].transport
     send_batch, refusals = transport.send_batch, list[int]()
 
     async def wrong_once(messages: Any) -> Any:
@@ -200,7 +200,9 @@ async def test_a_restart_goes_on_where_each_address_was(make_world: MakeWorld, p
     await saved(world)
     await world.until(lambda: pump_of(world).backlog == 0)
     await world.restart()
-    (listed,) = [one for one in await world.streamer.cursors(10) if one["endpoint"] == "cloud"]
+    (listed,) = [
+        one for one in (await world.streamer.operations.answer("cursors", {}))["cursors"] if one["endpoint"] == "cloud"
+    ]
     assert listed["held_addresses"] == 1
     await sent(vehicle, publish, SPEED, range(30, 40))
     await sent(vehicle, publish, DOOR, range(30, 40))
@@ -284,10 +286,10 @@ async def test_what_has_waited_for_too_long_is_reported_one_by_one_and_then_as_a
     await sent(vehicle, publish, SPEED, range(250))
     pump = pump_of(world)
     await world.until(lambda: pump.address_holds.ended == 1)
-    assert world.streamer.dead_letters.by_code == {"PERMISSION_DENIED": 100}
+    assert world.assembly.dead_letters.by_code == {"PERMISSION_DENIED": 100}
     assert pump.reading.gaps == 0, "those are of retention and damage"
-    assert world.streamer.endpoints["cloud"].dropped["held_too_long"] == 150
-    assert world.streamer.gaps.total == 1
+    assert world.assembly.endpoints["cloud"].dropped["held_too_long"] == 150
+    assert world.assembly.gaps.total == 1
     world.networks["cloud"].allow()
     await sent(vehicle, publish, SPEED, range(250, 260))
     await heard.expect(10)
@@ -300,7 +302,7 @@ async def test_a_no_about_one_message_is_a_dead_letter_also_while_its_address_is
     here = await stage(make_world)
     world, heard = here.world, here.speed
     await here.refuses(publish, 5)
-    transport = world.streamer.endpoints["cloud"].transport
+    transport = world.assembly.endpoints["cloud"].transport
     send_batch = transport.send_batch
 
     async def picky(messages: Any) -> Any:
@@ -309,7 +311,7 @@ async def test_a_no_about_one_message_is_a_dead_letter_also_while_its_address_is
         return [bad if one.payload == b"0" else answer for one, answer in zip(messages, statuses, strict=True)]
 
     monkeypatch.setattr(transport, "send_batch", picky)
-    await world.until(lambda: world.streamer.dead_letters.by_code == {"INVALID_ARGUMENT": 1})
+    await world.until(lambda: world.assembly.dead_letters.by_code == {"INVALID_ARGUMENT": 1})
     world.networks["cloud"].allow()
     await heard_all(heard, range(1, 5))
 
@@ -324,8 +326,8 @@ async def test_what_expires_while_it_is_held_is_counted(make_world: MakeWorld, p
     await asyncio.sleep(0.25)  # until their ttl is over
     world.networks["cloud"].allow()
     await heard_all(heard, range(10, 20))
-    expired = world.streamer.endpoints["cloud"].dropped["expired_while_held"]
-    assert expired + world.streamer.dead_letters.total == 10
+    expired = world.assembly.endpoints["cloud"].dropped["expired_while_held"]
+    assert expired + world.assembly.dead_letters.total == 10
 
 
 @pytest.mark.spec("local~disp-no-discard")
@@ -336,7 +338,7 @@ async def test_what_the_network_has_no_room_for_is_tried_again(
     more = '[history]\nvolatile = ["//vehicle1/1/1/FFFF"]\n' if volatile else ""
     here = await stage(make_world, more=more)
     world, vehicle, heard = here.world, here.vehicle, here.speed
-    transport = world.streamer.endpoints["cloud"].transport
+    transport = world.assembly.endpoints["cloud"].transport
     send_batch, refusals = transport.send_batch, 0
 
     async def short_of_room(messages: Any) -> Any:
@@ -350,7 +352,7 @@ async def test_what_the_network_has_no_room_for_is_tried_again(
     await sent(vehicle, publish, SPEED, range(20))
     await heard_all(heard, range(20))
     assert refusals == 3
-    assert world.streamer.dead_letters.total == 0
+    assert world.assembly.dead_letters.total == 0
 
 
 # -- nobody listens
@@ -403,22 +405,22 @@ async def test_with_hold_false_it_is_sent_to_nobody_as_before(make_world: MakeWo
     pump = pump_of(world)
     await world.until(lambda: pump.log.newest_seq == 10 and pump.backlog == 0)
     assert not pump.address_holds
-    assert world.streamer.endpoints["cloud"].forwarded == 10
+    assert world.assembly.endpoints["cloud"].forwarded == 10
 
 
 async def test_of_a_volatile_log_nothing_is_held(make_world: MakeWorld, publish: Publish) -> None:
     world = await make_world(subscriptions=TO_CLOUD, more='[history]\nvolatile = ["//vehicle1/1/1/FFFF"]\n')
     vehicle = await world.node("vehicle", "vehicle1")
     await sent(vehicle, publish, SPEED, range(10))
-    endpoint = world.streamer.endpoints["cloud"]
+    endpoint = world.assembly.endpoints["cloud"]
     await world.until(lambda: endpoint.dropped["nobody_listens"] == 10)
     cloud = await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
     world.networks["cloud"].refuse(address(DOOR))
     await sent(vehicle, publish, DOOR, range(3))
-    await world.until(lambda: world.streamer.dead_letters.by_code == {"PERMISSION_DENIED": 3})
+    await world.until(lambda: world.assembly.dead_letters.by_code == {"PERMISSION_DENIED": 3})
     assert heard.texts == []
-    assert not any(pump.address_holds for pump in world.streamer.pumps)
+    assert not any(pump.address_holds for pump in world.assembly.pumps)
 
 
 # -- what a person sees
@@ -427,27 +429,27 @@ async def test_of_a_volatile_log_nothing_is_held(make_world: MakeWorld, publish:
 async def test_a_refusal_is_a_condition_of_its_endpoint_and_an_address_nobody_has_heard_a_note(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamer.reports.SHOWN_AFTER_S", 0.1)
+    monkeypatch.setattr("streamer.parts.pumps.SHOWN_AFTER_S", 0.1)
     world = await make_world(subscriptions=TO_CLOUD)
     vehicle = await world.node("vehicle", "vehicle1")
     await sent(vehicle, publish, DOOR, range(3))
     await held(world, records=3)
-    await world.until(lambda: any("nobody has listened yet" in note for note in world.streamer.notes()))
-    assert world.streamer.problems() == []
+    await world.until(lambda: any("nobody has listened yet" in note for note in world.parts.notes()))
+    assert world.parts.problems() == []
     cloud = await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
     world.networks["cloud"].refuse(address(SPEED))
     await sent(vehicle, publish, SPEED, range(1_204))
     await held(world, 2, records=1_207)
-    await world.until(world.streamer.problems)
-    (problem,) = world.streamer.problems()
+    await world.until(world.parts.problems)
+    (problem,) = world.parts.problems()
     assert problem.startswith("endpoint cloud: ")
     assert "Not authorized" in problem
     assert "1,204 records wait: see its access rules" in problem
     assert address(SPEED) in problem
     world.networks["cloud"].allow()
     await heard_all(heard, range(1_204))
-    await world.until(lambda: world.streamer.problems() == [])
+    await world.until(lambda: world.parts.problems() == [])
 
 
 async def waiting(pump: Any) -> int:
@@ -488,9 +490,9 @@ async def test_held_records_are_counted_once_whatever_refusals_and_pauses_come_i
         await is_refused()
         match draw.randrange(3):
             case 0:
-                await world.streamer.paused.pause(SPEED, "cloud")
+                await world.assembly.paused.pause(SPEED, "cloud")
                 await world.until(lambda: len(pump.topic_holds) == 1)
-                await world.streamer.paused.resume(SPEED, "cloud")
+                await world.assembly.paused.resume(SPEED, "cloud")
             case 1:
                 here.network.allow()
                 await asyncio.sleep(draw.random() / 3)
@@ -508,13 +510,13 @@ async def test_a_refusal_by_an_access_rule_is_a_condition_at_once_and_a_shortage
 ) -> None:
     here = await stage(make_world)
     pump = await here.refuses(publish, 3)
-    (problem,) = here.world.streamer.problems()
+    (problem,) = here.world.parts.problems()
     assert "Not authorized" in problem
     (hold,) = pump.address_holds.values()
     hold.code = UCode.RESOURCE_EXHAUSTED
-    assert here.world.streamer.problems() == []
+    assert here.world.parts.problems() == []
     hold.began -= holds.SHOWN_AFTER_S
-    assert len(here.world.streamer.problems()) == 1
+    assert len(here.world.parts.problems()) == 1
 
 
 # -- beside pauses
@@ -524,13 +526,13 @@ async def test_a_pause_takes_over_what_is_held(make_world: MakeWorld, publish: P
     here = await stage(make_world)
     world, heard, vehicle = here.world, here.speed, here.vehicle
     pump = await here.refuses(publish, 10)
-    await world.streamer.paused.pause(SPEED, "cloud")
+    await world.assembly.paused.pause(SPEED, "cloud")
     await world.until(lambda: len(pump.topic_holds) == 1)
     world.networks["cloud"].allow()
     await sent(vehicle, publish, SPEED, range(10, 20))
     await held(world, 0)
     assert heard.texts == []
-    await world.streamer.paused.resume(SPEED, "cloud")
+    await world.assembly.paused.resume(SPEED, "cloud")
     await heard_all(heard, range(20))
     await world.until(lambda: not pump.topic_holds)
 
@@ -538,12 +540,12 @@ async def test_a_pause_takes_over_what_is_held(make_world: MakeWorld, publish: P
 async def test_what_is_paused_and_then_refused_arrives_after_both(make_world: MakeWorld, publish: Publish) -> None:
     here = await stage(make_world)
     world, vehicle, heard = here.world, here.vehicle, here.speed
-    await world.streamer.paused.pause(SPEED, "cloud")
+    await world.assembly.paused.pause(SPEED, "cloud")
     await sent(vehicle, publish, SPEED, range(10))
     pump = pump_of(world)
     await world.until(lambda: len(pump.topic_holds) == 1)
     world.networks["cloud"].refuse(address(SPEED))
-    await world.streamer.paused.resume(SPEED, "cloud")
+    await world.assembly.paused.resume(SPEED, "cloud")
     await held(world, records=10)
     await sent(vehicle, publish, SPEED, range(10, 20))
     await held(world, records=20)

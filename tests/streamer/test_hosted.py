@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from streamer import app as apps
 from streamer.app import Streamer, serve
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -45,13 +44,13 @@ async def test_what_was_not_inside_when_first_called_is_reached_when_it_is(make_
     vehicle = await world.node("vehicle", "vehicle1", 0x77)
     await world.hear(vehicle, callers, method)  # on the vehicle's network, where nobody answers
     await cloud.send(UMessageBuilder.request(CLOUD_APP, method, 60_000).build())
-    await world.until(lambda: streamer.home.forwarded == 1)
-    await streamer.hosted.register_listener(callers, service, method)
+    await world.until(lambda: streamer.assembly.home.forwarded == 1)
+    await streamer.assembly.hosted.register_listener(callers, service, method)
     await cloud.send(UMessageBuilder.request(CLOUD_APP, method, 60_000).build())
     await world.until(lambda: requests)
-    await streamer.hosted.unregister_listener(callers, service, method)
+    await streamer.assembly.hosted.unregister_listener(callers, service, method)
     await cloud.send(UMessageBuilder.request(CLOUD_APP, method, 60_000).build())
-    await world.until(lambda: streamer.home.forwarded == 2)
+    await world.until(lambda: streamer.assembly.home.forwarded == 2)
     assert len(requests) == 1
     assert heard.messages == []
 
@@ -84,7 +83,7 @@ async def test_a_method_that_there_is_not_is_answered_at_once(make_world: MakeWo
             await client.invoke_method(uris.parse(method), UPayload(), CallOptions(timeout_ms=60_000))
         assert caught.value.code == UCode.UNIMPLEMENTED
         assert method in caught.value.message
-    async with InMemoryRpcClient(world.streamer.hosted, world.streamer.local) as client:
+    async with InMemoryRpcClient(world.assembly.hosted, world.assembly.local) as client:
         with pytest.raises(UStatusError, match="UNIMPLEMENTED"):
             await client.invoke_method(uris.parse(method), UPayload(), CallOptions(timeout_ms=60_000))
 
@@ -94,7 +93,7 @@ async def test_a_method_of_a_service_that_comes_or_goes_is_to_be_tried_again(mak
     world = await make_world()
     cloud = await world.node("cloud", "cloud", 0x9001)
     async with InMemoryRpcClient(cloud, cloud.local) as client:
-        await world.streamer.history.stop()
+        await world.assembly.history.stop()
         for method, code in ((DESCRIBE, UCode.UNAVAILABLE), (uris.parse("//vehicle1/4/1/77"), UCode.UNIMPLEMENTED)):
             with pytest.raises(UStatusError) as caught:
                 await client.invoke_method(method, UPayload())
@@ -108,8 +107,8 @@ async def test_no_caller_gets_unimplemented_while_services_start_or_stop(make_wo
     cloud = await world.node("cloud", "cloud", 0x9001)
     async with InMemoryRpcClient(cloud, cloud.local) as client:
         for unserved, method in (
-            (streamer.hosted.unserved, "//vehicle1/4/1/77"),
-            (streamer.usubscription._gate.unserved, "//vehicle1/0/3/77"),
+            (streamer.assembly.hosted.unserved, "//vehicle1/4/1/77"),
+            (streamer.assembly.usubscription._gate.unserved, "//vehicle1/0/3/77"),
         ):
             assert unserved.is_settled
             unserved.is_settled = False
@@ -117,13 +116,13 @@ async def test_no_caller_gets_unimplemented_while_services_start_or_stop(make_wo
                 await client.invoke_method(uris.parse(method), UPayload())
             unserved.is_settled = True
     await world.stop()
-    assert not streamer.hosted.unserved.is_settled
-    assert not streamer.usubscription._gate.unserved.is_settled
+    assert not streamer.assembly.hosted.unserved.is_settled
+    assert not streamer.assembly.usubscription._gate.unserved.is_settled
 
 
 async def test_a_service_inside_calls_one_that_is_inside_too(make_world: MakeWorld) -> None:
     world = await make_world()
-    async with InMemoryRpcClient(world.streamer.hosted, world.streamer.local) as client:
+    async with InMemoryRpcClient(world.assembly.hosted, world.assembly.local) as client:
         await client.invoke_method(DESCRIBE, UPayload())
 
 
@@ -131,7 +130,7 @@ async def test_a_listener_inside_hears_its_address_from_its_sources_and_one_that
     make_world: MakeWorld,
 ) -> None:
     world = await make_world()
-    hosted = world.streamer.hosted
+    hosted = world.assembly.hosted
 
     class Ear:
         def __init__(self, fails: bool = False) -> None:
@@ -168,11 +167,11 @@ async def test_a_listener_inside_hears_its_address_from_its_sources_and_one_that
 
 async def test_a_hosted_service_gets_an_error_when_its_call_cannot_leave(make_world: MakeWorld) -> None:
     world = await make_world(more="[express]\nmessages_max = 1\n")
-    world.streamer.endpoints["cloud"].transport.disconnect()
-    async with InMemoryRpcClient(world.streamer.hosted, world.streamer.local) as client:
+    world.assembly.endpoints["cloud"].transport.disconnect()
+    async with InMemoryRpcClient(world.assembly.hosted, world.assembly.local) as client:
         method = uris.parse("//cloud/9001/1/1")
         first = asyncio.create_task(client.invoke_method(method, UPayload(), CallOptions(timeout_ms=500)))
-        await world.until(lambda: len(world.streamer.express.queues["cloud"]) == 1)
+        await world.until(lambda: len(world.assembly.express.queues["cloud"]) == 1)
         with pytest.raises(UStatusError) as caught:
             await client.invoke_method(method, UPayload())
         assert caught.value.code == UCode.RESOURCE_EXHAUSTED
@@ -186,17 +185,17 @@ async def test_what_comes_while_the_streamer_starts_is_not_lost(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One uSubscription does not answer, so starting takes its time; what is taken meanwhile is for the peers."""
-    monkeypatch.setattr(apps, "INTEREST_WAIT_S", 0.5)
+    monkeypatch.setattr("streamer.parts.endpoints.INTEREST_WAIT_S", 0.5)
     world = await make_world({"vehicle": "", "cloud": ""}, start=False)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(cloud, uris.ANY, CLOUD_APP)
     starting = asyncio.create_task(world.start())
     note = UMessageBuilder.notification(SPEED, CLOUD_APP).build()
-    await world.until(lambda: world.streamer is not None and world.streamer.networks["vehicle"].filters)
-    assert not world.streamer.ready.is_set()
+    await world.until(lambda: world.streamer is not None and world.assembly.networks["vehicle"].filters)
+    assert not world.assembly.ready.is_set()
     await vehicle.send(note)
-    await world.until(lambda: world.streamer.logs.durable.newest_seq == 1)
-    assert not world.streamer.ready.is_set()
+    await world.until(lambda: world.assembly.logs.durable.newest_seq == 1)
+    assert not world.assembly.ready.is_set()
     await starting
     assert (await heard.expect(1))[0].attributes.id == note.attributes.id
 
@@ -220,7 +219,7 @@ async def test_a_network_that_refuses_a_listener_stops_nothing(
     await world.start()
     assert any(
         "endpoint mcu: listening failed" in problem and "lets nobody listen" in problem
-        for problem in world.streamer.problems()
+        for problem in world.parts.problems()
     )
     vehicle, cloud, mcu = (
         await world.node("vehicle", "vehicle1"),
@@ -231,14 +230,14 @@ async def test_a_network_that_refuses_a_listener_stops_nothing(
     await vehicle.send(publish(SPEED, "goes on"))
     await heard.expect(1)
     refusing = False
-    await world.until(lambda: not world.streamer.problems())  # by itself
+    await world.until(lambda: not world.parts.problems())  # by itself
     noted = await world.hear(cloud, uris.ANY, CLOUD_APP)
     await mcu.send(UMessageBuilder.notification(uris.parse("//mcu1/8001/1/8001"), CLOUD_APP).build())
     assert (await noted.expect(1))[0].attributes.type == UMessageType.UMESSAGE_TYPE_NOTIFICATION
 
 
 async def test_stopping_while_starting_is_heard(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apps, "INTEREST_WAIT_S", 60)
+    monkeypatch.setattr("streamer.parts.endpoints.INTEREST_WAIT_S", 60)
     text = """
 [[endpoint]]
 name = "vehicle"
@@ -288,12 +287,12 @@ async def test_what_services_send_together_leaves_together(
     at_home, far = await world.hear(here, uris.ANY, CLOUD_APP), await world.hear(there, uris.ANY, CLOUD_APP)
     heard_here = await world.hear(here, uris.ANY, uris.parse("//vehicle1/9001/1/0"))
     published = await world.hear(here, FROM_HERE)
-    batches = counting(monkeypatch, streamer.home.transport, "send_batch")
-    appends = counting(monkeypatch, streamer.logs.durable, "append")
+    batches = counting(monkeypatch, streamer.assembly.home.transport, "send_batch")
+    appends = counting(monkeypatch, streamer.assembly.logs.durable, "append")
     messages: list[UMessage] = []
     for _ in range(100):
         messages += [*notes("vehicle1", "cloud"), UMessageBuilder.publish(FROM_HERE).build()]
-    assert {status.code for status in await streamer.hosted.send_batch(messages)} == {UCode.OK}
+    assert {status.code for status in await streamer.assembly.hosted.send_batch(messages)} == {UCode.OK}
     assert batches == [200]  # the notifications to vehicle1, and the publishes, which nobody wants elsewhere
     assert appends == [100]
     assert await far.expect(100) == messages[1::3]
@@ -315,10 +314,10 @@ async def test_what_the_log_refuses_does_not_leave_and_holds_up_nothing_else(
         refused.set_exception(UStatusError(UCode.UNAVAILABLE, "the disk is away"))
         return refused
 
-    monkeypatch.setattr(streamer.logs.durable, "append", refuse)
+    monkeypatch.setattr(streamer.assembly.logs.durable, "append", refuse)
     request = UMessageBuilder.request(uris.parse("//vehicle1/4/1/0"), uris.parse("//cloud/77/1/1"), 60_000).build()
     messages = [*notes("cloud", "vehicle1", "cloud"), UMessageBuilder.publish(FROM_HERE).build(), request]
-    statuses = [status.code for status in await streamer.hosted.send_batch(messages)]
+    statuses = [status.code for status in await streamer.assembly.hosted.send_batch(messages)]
     away = UCode.UNAVAILABLE
     assert statuses == [away, UCode.OK, away, away, UCode.OK]
     assert await heard.expect(1) == [messages[1]]
@@ -330,9 +329,9 @@ async def test_a_network_that_is_away_holds_up_no_other(make_world: MakeWorld) -
     streamer = world.streamer
     there = await world.node("cloud", "cloud")
     far = await world.hear(there, uris.ANY, CLOUD_APP)
-    streamer.home.transport.disconnect()
+    streamer.assembly.home.transport.disconnect()
     messages = notes("vehicle1", "cloud", "vehicle1", "cloud")
-    statuses = [status.code for status in await streamer.hosted.send_batch(messages)]
+    statuses = [status.code for status in await streamer.assembly.hosted.send_batch(messages)]
     assert statuses == [UCode.UNAVAILABLE, UCode.OK, UCode.UNAVAILABLE, UCode.OK]
     assert await far.expect(2) == messages[1::2]
 
@@ -346,5 +345,5 @@ async def test_behind_a_notification_that_has_expired_no_other_one_to_its_destin
     await world.until(lambda: uuids.now_ms() > uuids.time_ms(expired.attributes.id) + 1)
     request = UMessageBuilder.request(uris.parse("//vehicle1/4/1/0"), uris.parse("//cloud/77/1/1"), 60_000).build()
     messages = [*notes("mcu1"), expired, *notes("cloud", "mcu1"), request]
-    statuses = [status.code for status in await world.streamer.hosted.send_batch(messages)]
+    statuses = [status.code for status in await world.assembly.hosted.send_batch(messages)]
     assert statuses == [UCode.OK, late, late, UCode.OK, UCode.OK]

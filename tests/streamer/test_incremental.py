@@ -93,29 +93,33 @@ class Driven:
 
     def __init__(self, streamer: Streamer) -> None:
         self.streamer, self.slow = streamer, Slow()
-        self.slow.on_change(streamer.interest._changed)
-        streamer.interest.sources += (self.slow,)
+        self.slow.on_change(streamer.assembly.interest._changed)
+        streamer.assembly.interest.sources += (self.slow,)
 
     async def do(self, what: str, subject: Any) -> None:
         streamer = self.streamer
         match what:
             case "subscribe":
-                streamer.interest.sources[0]._take(subject)
+                streamer.assembly.interest.sources[0]._take(subject)
             case "publish":
                 for topic in subject:
-                    ingress = streamer.ingresses[HOMES[topic.authority_name]]
+                    ingress = streamer.assembly.ingresses[HOMES[topic.authority_name]]
                     for message in (publication(topic), UMessageBuilder.notification(topic, SINK).build()):
                         if (taken := ingress.on_receive_encoded([EncodedMessage.of(message)])) is not None:
                             await taken
                 await self.settles()
             case "rule":
                 if subject[0] != subject[1]:
-                    known = streamer.rules.between(*subject) is not None
-                    await (streamer.remove_rule(*subject) if known else streamer.add_rule(Rule(*subject)))
+                    rules = streamer.assembly.rules
+                    if rules.between(*subject) is not None:
+                        rules.remove(*subject)
+                    else:
+                        rules.add(Rule(*subject))
+                    await self.listens()
             case "pause":
                 topic, peer = subject
-                known = Pause(uris.format(topic), peer) in streamer.paused
-                await (streamer.paused.resume if known else streamer.paused.pause)(topic, peer)
+                known = Pause(uris.format(topic), peer) in streamer.assembly.paused
+                await (streamer.assembly.paused.resume if known else streamer.assembly.paused.pause)(topic, peer)
             case "answer":
                 self.slow.answer(subject)
             case "look":
@@ -124,16 +128,16 @@ class Driven:
                 await self.listens()
 
     async def listens(self) -> None:
-        assert not await self.streamer.networks.listen(retry=False)
-        for ingress in self.streamer.ingresses.values():
-            filters = self.streamer.networks[ingress.endpoint.name].filters
+        assert not await self.streamer.assembly.networks.listen(retry=False)
+        for ingress in self.streamer.assembly.ingresses.values():
+            filters = self.streamer.assembly.networks[ingress.endpoint.name].filters
             assert {*filters} == expected_filters(self.streamer, ingress)
 
     async def settles(self) -> None:
         async with asyncio.timeout(20):
             while any(  # noqa: ASYNC110
                 (pump.backlog and not pump.plans.lacks_capacity) or pump.catch_up.found or pump.catch_up.is_under_way
-                for pump in self.streamer.pumps
+                for pump in self.streamer.assembly.pumps
             ):
                 await asyncio.sleep(0)
             for _ in range(20):  # for what is parked to be looked at
@@ -141,12 +145,12 @@ class Driven:
 
     def holds(self) -> None:
         """Each remembered decision equals a new one."""
-        for ingress in self.streamer.ingresses.values():
+        for ingress in self.streamer.assembly.ingresses.values():
             assert ingress.on_receive_encoded([]) is None  # decides again about what has changed
             for address, verdict in ingress._verdicts.items():
                 assert decided(ingress, address) == (verdict.log, verdict.stream, verdict.peer, verdict.reason)
             assert all(address in ingress._verdicts for known in ingress._published.values() for address in known)
-        for pump in self.streamer.pumps:
+        for pump in self.streamer.assembly.pumps:
             pump.refresh_plans()
             for stream, plan in pump.plans.by_stream.items():
                 assert planned(plan) == planned(pump.plans.plan(stream))
@@ -173,13 +177,14 @@ def planned(plan: Any) -> Any:
 
 def expected_filters(streamer: Streamer, ingress: Ingress) -> set[Any]:
     """By the rule for each topic, with every cover held against it."""
-    filters = streamer.networks[ingress.endpoint.name].filters
-    fixed = filters.make_fixed(all_publishes=not streamer.interest.can_list)
+    filters = streamer.assembly.networks[ingress.endpoint.name].filters
+    fixed = filters.make_fixed(all_publishes=not streamer.assembly.interest.can_list)
     covers = [source for source, sink in fixed.values() if sink is None and uris.has_wildcard(source)]
     wanted = [
         topic
-        for topic in streamer.interest.topics()
-        if streamer.view.leaves(ingress.endpoint, topic) and not any(uris.matches(cover, topic) for cover in covers)
+        for topic in streamer.assembly.interest.topics()
+        if streamer.assembly.view.leaves(ingress.endpoint, topic)
+        and not any(uris.matches(cover, topic) for cover in covers)
     ]
     return {*fixed, *((uris.key(topic), None) for topic in wanted)}
 
@@ -197,7 +202,7 @@ async def _driven(steps: list[Any], journal: int) -> None:
         config = loads(f'[streamer]\ndata_dir = "{folder}"\n' + RECORD + endpoints(THREE).format(n=folder))
         streamer = await Streamer.create(config)
         running = asyncio.create_task(streamer.run())
-        await asyncio.wait_for(streamer.ready.wait(), 20)
+        await asyncio.wait_for(streamer.assembly.ready.wait(), 20)
         driven = Driven(streamer)
         try:
             for what, subject in steps:
@@ -232,16 +237,16 @@ async def test_one_subscription_more_costs_a_look_at_its_topic(
     for network, authority in (("cloud", "cloud"), ("mcu", "mcu1")):
         await world.hear(await world.node(network, authority, 0x9002), uris.uri("vehicle1", 0x8001, 1, 0xFFFF))
     await vehicle.send_batch([publish(topic) for topic in known])
-    log = streamer.logs.durable
-    pumps = {pump.peer.name: pump for pump in streamer.pumps if pump.log is log}
+    log = streamer.assembly.logs.durable
+    pumps = {pump.peer.name: pump for pump in streamer.assembly.pumps if pump.log is log}
     await world.until(lambda: pumps["cloud"].cursor == pumps["mcu"].cursor == 2_000)
-    streamer.endpoints["mcu"].transport.disconnect()
+    streamer.assembly.endpoints["mcu"].transport.disconnect()
     await vehicle.send(publish(known[0]))
     await world.until(lambda: pumps["mcu"].retries > 3 and pumps["cloud"].cursor == 2_001)
-    ingress, filters = streamer.ingresses["vehicle"], streamer.networks["vehicle"].filters
+    ingress, filters = streamer.assembly.ingresses["vehicle"], streamer.assembly.networks["vehicle"].filters
     verdicts, plans = dict(ingress._verdicts), dict(pumps["cloud"].plans.by_stream)
     assert len(verdicts) == len(plans) == 2_000
-    looks, routes = filters.looks, streamer.home.transport.listeners._routes
+    looks, routes = filters.looks, streamer.assembly.home.transport.listeners._routes
     route_looks, attempts = routes.looks, pumps["mcu"]._backoff._attempts
     woken: list[str] = []
     for pump in pumps.values():

@@ -64,12 +64,12 @@ async def test_what_waits_behind_a_failure_fails_with_it(
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(10)])
     await asyncio.to_thread(writing.wait, 20)
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(10, 20)])
-    await world.until(lambda: world.streamer.home.received == 20)  # the second batch is behind the first one now
+    await world.until(lambda: world.assembly.home.received == 20)  # the second batch is behind the first one now
     fail.set()
     await heard.expect(20)
     assert heard.texts == [str(number) for number in range(20)]
-    await world.until(lambda: not world.streamer.problems())
-    assert world.streamer.home.dropped["refused"] >= 20
+    await world.until(lambda: not world.parts.problems())
+    assert world.assembly.home.dropped["refused"] >= 20
 
 
 @pytest.mark.spec("local~disp-order")
@@ -79,7 +79,7 @@ async def test_what_arrives_before_a_failed_batch_comes_again_waits_for_it(
     world = await make_world(subscriptions=SUBSCRIBED)
     cloud = await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
-    ingress, log = world.streamer.ingresses["vehicle"], world.streamer.logs.durable
+    ingress, log = world.assembly.ingresses["vehicle"], world.assembly.logs.durable
     first, second = [publish(SPEED, "1"), publish(SPEED, "2")], [publish(SPEED, "3")]
     full = UStatusError(UCode.RESOURCE_EXHAUSTED, "the disk is full")
     with refusing(log, monkeypatch, full), pytest.raises(UStatusError, match="full"):
@@ -90,7 +90,7 @@ async def test_what_arrives_before_a_failed_batch_comes_again_waits_for_it(
     await ingress.on_receive_batch(second)
     await heard.expect(3)
     assert heard.texts == ["1", "2", "3"]
-    assert world.streamer.home.dropped["refused"] == 3
+    assert world.assembly.home.dropped["refused"] == 3
 
 
 async def test_nothing_waits_for_ever_for_what_never_comes_again(
@@ -100,7 +100,7 @@ async def test_nothing_waits_for_ever_for_what_never_comes_again(
     world = await make_world(subscriptions=SUBSCRIBED)
     cloud = await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
-    ingress, log = world.streamer.ingresses["vehicle"], world.streamer.logs.durable
+    ingress, log = world.assembly.ingresses["vehicle"], world.assembly.logs.durable
     with refusing(log, monkeypatch, UStatusError(UCode.UNAVAILABLE, "I/O error")), pytest.raises(UStatusError):
         await ingress.on_receive_batch([publish(SPEED, "gone")])
     await ingress.on_receive_batch([publish(SPEED, "goes on")])
@@ -114,7 +114,7 @@ async def test_a_second_copy_is_safe_only_when_the_first_one_is(
     """Two batches fail one after the other; both come again before the second failure is known."""
     monkeypatch.setattr(flows, "REDELIVERY_S", 0.0)
     world = await make_world(subscriptions=SUBSCRIBED)
-    ingress, log = world.streamer.ingresses["vehicle"], world.streamer.logs.durable
+    ingress, log = world.assembly.ingresses["vehicle"], world.assembly.logs.durable
     appends: list[asyncio.Future[int]] = []
 
     def pending(*_: Any) -> asyncio.Future[int]:

@@ -37,7 +37,7 @@ SUBSCRIBED = {"//vehicle1/8001/1/8001": ["//cloud/9001/1/0"]}
 def kept(world: Any, topic: UUri) -> int:
     """Records of a topic that the log has taken."""
     return sum(
-        stream.records for stream in world.streamer.logs.durable.streams() if uris.key(stream.source) == uris.key(topic)
+        stream.records for stream in world.assembly.logs.durable.streams() if uris.key(stream.source) == uris.key(topic)
     )
 
 
@@ -111,13 +111,13 @@ async def test_the_backlog_of_a_renamed_endpoint_is_kept_and_reported(make_world
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
     heard = await world.hear(cloud, SPEED)
-    world.streamer.endpoints["cloud"].transport.disconnect()
+    world.assembly.endpoints["cloud"].transport.disconnect()
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(50)])
-    await world.until(lambda: world.streamer.logs.durable.newest_seq == 50)
+    await world.until(lambda: world.assembly.logs.durable.newest_seq == 50)
     await world.stop()
     renamed(world, "cloud", "clowd")
     await world.start()
-    (problem,) = [problem for problem in world.streamer.problems() if "not configured" in problem]
+    (problem,) = [problem for problem in world.parts.problems() if "not configured" in problem]
     assert "50 records wait for endpoint 'cloud'" in problem
     await vehicle.send(publish(SPEED, "meanwhile"))
     await heard.expect(1)
@@ -125,9 +125,9 @@ async def test_the_backlog_of_a_renamed_endpoint_is_kept_and_reported(make_world
     renamed(world, "clowd", "cloud")
     await world.start()
     await heard.expect(51)
-    await world.until(lambda: world.streamer.pumps[-2].backlog == 0)
+    await world.until(lambda: world.assembly.pumps[-2].backlog == 0)
     assert heard.texts[1:51] == [str(number) for number in range(50)]
-    assert not [problem for problem in world.streamer.problems() if "not configured" in problem]
+    assert not [problem for problem in world.parts.problems() if "not configured" in problem]
 
 
 @pytest.mark.parametrize("other_topic", [True, False])
@@ -139,9 +139,9 @@ async def test_what_waits_is_adopted_in_order_or_not_at_all(
     world = await make_world(subscriptions={"//vehicle1/8001/1/FFFF": ["//cloud/9001/1/0"]})
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
     heard = await world.hear(cloud, uris.parse("//vehicle1/8001/1/FFFF"))
-    world.streamer.endpoints["cloud"].transport.disconnect()
+    world.assembly.endpoints["cloud"].transport.disconnect()
     await vehicle.send_batch([publish(SPEED, f"waits {number}") for number in range(30)])
-    await world.until(lambda: world.streamer.logs.durable.newest_seq == 30)
+    await world.until(lambda: world.assembly.logs.durable.newest_seq == 30)
     await world.stop()
     renamed(world, "cloud", "clowd")
     await world.start()
@@ -168,24 +168,24 @@ async def test_an_absence_is_reported_before_it_ends_and_counts_only_while_we_ru
 ) -> None:
     world = await make_world(subscriptions=SUBSCRIBED, more="[history]\nabsent_hours = 10\n")
     vehicle = await world.node("vehicle", "vehicle1")
-    world.streamer.endpoints["cloud"].transport.disconnect()
+    world.assembly.endpoints["cloud"].transport.disconnect()
     await vehicle.send(publish(SPEED, "waits"))
-    await world.until(lambda: world.streamer.logs.durable.newest_seq == 1)
-    hour, claims = 3_600_000, world.streamer.claims
+    await world.until(lambda: world.assembly.logs.durable.newest_seq == 1)
+    hour, claims = 3_600_000, world.assembly.claims
 
     def held() -> dict[str, bool]:
-        return {name: row.holds for name, row in world.streamer.logs.durable.cursors.all().items()}
+        return {name: row.holds for name, row in world.assembly.logs.durable.cursors.all().items()}
 
     for _ in range(8):
         claims.passed(hour, {"cloud": hour})
-    assert not [problem for problem in world.streamer.problems() if "has been away" in problem]
+    assert not [problem for problem in world.parts.problems() if "has been away" in problem]
     claims.passed(hour, {"cloud": hour})
-    (problem,) = [problem for problem in world.streamer.problems() if "has been away" in problem]
+    (problem,) = [problem for problem in world.parts.problems() if "has been away" in problem]
     assert "in 1.0 h retention by age may take the 1 records" in problem
     await world.restart()
-    claims = world.streamer.claims
+    claims = world.assembly.claims
     assert held()["egress:cloud"]
-    world.streamer.endpoints["cloud"].transport.disconnect()
+    world.assembly.endpoints["cloud"].transport.disconnect()
     claims.passed(hour, {"cloud": hour})
     assert held() == {"egress:vehicle": True, "egress:mcu": True, "egress:cloud": False}
     claims.passed(hour, {"cloud": 0})
@@ -316,7 +316,7 @@ async def test_zenoh_like_networks_wait_for_a_disk_that_is_full_for_a_moment(
     await heard.expect(5)
     assert failures == 3
     assert heard.texts == [str(number) for number in range(5)]
-    assert world.streamer.endpoints["vehicle"].dropped == {}
+    assert world.assembly.endpoints["vehicle"].dropped == {}
 
 
 async def test_a_foreign_id_keeps_nobody_out(make_world: MakeWorld, publish: Publish) -> None:
@@ -333,7 +333,7 @@ async def test_a_foreign_id_keeps_nobody_out(make_world: MakeWorld, publish: Pub
     await vehicle.send(real)
     await vehicle.send(real)
     await heard.expect(2)
-    await world.until(lambda: world.streamer.endpoints["vehicle"].dropped["duplicate"] == 1)
+    await world.until(lambda: world.assembly.endpoints["vehicle"].dropped["duplicate"] == 1)
     assert heard.texts == ["forged", "real"]
 
 
@@ -361,14 +361,14 @@ async def test_a_store_that_cant_be_opened_leaves_the_last_known_interest(
 
     monkeypatch.setattr(USubscriptionService, "open", refuses)
     await world.start()
-    assert any("its service can't start" in problem for problem in world.streamer.problems())
+    assert any("its service can't start" in problem for problem in world.parts.problems())
     await vehicle.send(publish(SPEED, "still forwarded"))
     await heard.expect(1)
     refused.set()
-    await world.until(lambda: not world.streamer.interest.unhealthy)
+    await world.until(lambda: not world.assembly.interest.unhealthy)
     await vehicle.send(publish(SPEED, "and again"))
     await heard.expect(2)
-    assert not [problem for problem in world.streamer.problems() if "usubscription" in problem.lower()]
+    assert not [problem for problem in world.parts.problems() if "usubscription" in problem.lower()]
 
 
 async def test_interest_is_remembered_once_for_each_authority(tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ async def test_a_store_that_may_not_be_opened_stops_nothing_else(make_world: Mak
     store = world.config.streamer.data_dir / "usubscription.db"
     store.mkdir(parents=True)
     await world.start()
-    assert any("its service can't start" in problem and str(store) in problem for problem in world.streamer.problems())
+    assert any("its service can't start" in problem and str(store) in problem for problem in world.parts.problems())
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
     heard = await world.hear(cloud, SPEED)
     await vehicle.send(publish(SPEED, "forwarded all the same"))

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamer.building import PACE_OUTSIDE_PER_S
 from streamer.operating import admin, control, metrics
-from streamer.parts import PACE_OUTSIDE_PER_S
+from streamer.parts.senders import SenderPart
 from streamer.walk.ledger import (
     BACKLOG_S,
     BURST_S,
@@ -273,28 +274,28 @@ async def test_a_flood_is_that_vehicles_trouble(
         "[limits]\nauthority_messages_per_s = 10\n",
     )
     streamer = world.streamer
-    streamer.ledger.pressure.is_on = lambda _: True
+    streamer.assembly.ledger.pressure.is_on = lambda _: True
     node = await world.node("fleet", "vin1")
     other = await world.node("fleet", "vin2")
     await node.send_batch([publish("//vin1/8001/1/8001", f"{n}") for n in range(100)])
     await other.send_batch([publish("//vin2/8001/1/8001", f"{n}") for n in range(15)])
     await world.taken("fleet")
-    dropped = streamer.endpoints["fleet"].dropped["over_quota"]
+    dropped = streamer.assembly.endpoints["fleet"].dropped["over_quota"]
     assert 75 <= dropped <= 80
-    by_authority = {one["authority"]: one for one in streamer.all_vehicles()}
+    by_authority = {one["authority"]: one for one in streamer.parts.of(SenderPart).vehicles()}
     assert by_authority["vin1"]["dropped"] == dropped
     assert (by_authority["vin1"]["messages"], by_authority["vin2"]["messages"], by_authority["vin2"]["dropped"]) == (
         100,
         15,
         0,
     )
-    assert streamer.logs.volatile.newest_seq == 115 - dropped
+    assert streamer.assembly.logs.volatile.newest_seq == 115 - dropped
     assert by_authority["vin2"]["topics"] == 1
     for _ in range(2 * SLICES):
-        streamer.ledger.sample(asyncio.get_running_loop().time())
-    text = metrics.expose(streamer.samples).decode()
+        streamer.assembly.ledger.sample(asyncio.get_running_loop().time())
+    text = metrics.expose(streamer.parts.samples).decode()
     assert f'up_streamer_authority_dropped_total{{authority="vin1",endpoint="fleet"}} {dropped}.0' in text
-    assert any("vin1" in note for note in streamer.notes())
+    assert any("vin1" in note for note in streamer.parts.notes())
 
 
 async def test_a_backlog_enters_the_durable_log_whole_while_the_streamer_is_behind(
@@ -304,18 +305,18 @@ async def test_a_backlog_enters_the_durable_log_whole_while_the_streamer_is_behi
         make_world, more='[history]\nrecord = ["//*/8001/1/FFFF"]\n[limits]\nauthority_messages_per_s = 10\n'
     )
     streamer = world.streamer
-    streamer.ledger.pressure.is_on = lambda _: True
+    streamer.assembly.ledger.pressure.is_on = lambda _: True
     node = await world.node("fleet", "vin1")
     backlog = int(10 * BACKLOG_S)
     await node.send_batch([publish("//vin1/8001/1/8001", f"{n}") for n in range(backlog)])
     await world.taken("fleet")
-    assert streamer.endpoints["fleet"].dropped["over_quota"] == 0
-    assert streamer.logs.durable.newest_seq == backlog
+    assert streamer.assembly.endpoints["fleet"].dropped["over_quota"] == 0
+    assert streamer.assembly.logs.durable.newest_seq == backlog
 
 
 async def test_a_request_above_the_quota_is_answered(make_world: MakeWorld) -> None:
     world = await fleet_world(make_world, more="[limits]\nauthority_messages_per_s = 1\n")
-    world.streamer.ledger.pressure.is_on = lambda _: True
+    world.assembly.ledger.pressure.is_on = lambda _: True
     node = await world.node("fleet", "vin1")
     answers = await world.hear(node, uris.ANY, uris.parse("//vin1/8001/1/0"))
     method = uris.parse("//cloud/9001/1/1")
@@ -328,13 +329,13 @@ async def test_a_request_above_the_quota_is_answered(make_world: MakeWorld) -> N
 async def test_each_of_thousands_of_refused_calls_is_answered(make_world: MakeWorld) -> None:
     """Though all come at once while the way back takes nothing; an authority gets no more answers than its share."""
     world = await fleet_world(make_world, more="[limits]\nauthority_messages_per_s = 100\n")
-    world.streamer.ledger.pressure.is_on = lambda _: True
+    world.assembly.ledger.pressure.is_on = lambda _: True
     node = await world.node("fleet", "vin1")
     answers = await world.hear(node, uris.ANY, uris.parse("//vin1/8001/1/0"))
     caller, method = uris.parse("//vin1/8001/1/0"), uris.parse("//cloud/9001/1/1")
     calls = [UMessageBuilder.request(caller, method, 60_000).build() for _ in range(2_000)]
-    world.streamer.ingresses["fleet"].on_receive_batch(calls)
-    refused = world.streamer.endpoints["fleet"].dropped
+    world.assembly.ingresses["fleet"].on_receive_batch(calls)
+    refused = world.assembly.endpoints["fleet"].dropped
     assert refused["over_quota"] > 1_024
 
     def answered() -> int:
@@ -346,10 +347,10 @@ async def test_each_of_thousands_of_refused_calls_is_answered(make_world: MakeWo
 
     await world.until(lambda: answered() == refused["over_quota"])
     assert refused["answers_full"] == 0
-    await world.until(lambda: not len(world.streamer.express.queues["fleet"]))
+    await world.until(lambda: not len(world.assembly.express.queues["fleet"]))
     before, share = refused["over_quota"], ANSWERS_MAX // CALLERS_SHARE
     many = [UMessageBuilder.request(caller, method, 60_000).build() for _ in range(share + 1_000)]
-    world.streamer.ingresses["fleet"].on_receive_batch(many)
+    world.assembly.ingresses["fleet"].on_receive_batch(many)
     refusals = refused["over_quota"] - before  # not all: the quota allows some again by now
     assert refusals > share
     assert refused["answers_full"] == refusals - share
@@ -362,8 +363,8 @@ async def test_a_payload_that_is_too_large_is_not_taken(make_world: MakeWorld, p
     node = await world.node("fleet", "vin1")
     await node.send_batch([publish("//vin1/8001/1/8001", "x" * size) for size in (65_536, 65_537, 10)])
     await world.taken("fleet")
-    assert world.streamer.logs.durable.newest_seq == 2
-    assert world.streamer.endpoints["fleet"].dropped["too_large"] == 1
+    assert world.assembly.logs.durable.newest_seq == 2
+    assert world.assembly.endpoints["fleet"].dropped["too_large"] == 1
 
 
 async def test_the_command_line_and_the_admin_port_tell_who_sends(make_world: MakeWorld, publish: Any) -> None:
@@ -376,7 +377,7 @@ async def test_the_command_line_and_the_admin_port_tell_who_sends(make_world: Ma
     async with control.ControlSocket(folder, world.streamer.operations):
         top = (await asyncio.to_thread(control.require, folder, "vehicles", {"count": 1}))["vehicles"]
     assert [one["authority"] for one in top] == ["vin2"]
-    one = admin.Admin("127.0.0.1:0", list, vehicles=world.streamer.all_vehicles)
+    one = admin.Admin("127.0.0.1:0", list, vehicles=world.parts.of(SenderPart).vehicles)
     async with one:
         answer = await asyncio.to_thread(urllib.request.urlopen, f"http://127.0.0.1:{one.port}/vehicles", None, 20)
         with answer:
@@ -405,7 +406,7 @@ async def test_the_pace_of_an_endpoint(
         'network = "{n}-out" }}\n'
     )
     world = await make_world(networks + of_endpoint, egress=of_all)
-    pumps = world.streamer.pumps
+    pumps = world.assembly.pumps
     found = {pump.peer.name: None if (pace := pump.sender.pace) is None else pace.per_s for pump in pumps}
     assert found == paces
 
@@ -413,15 +414,15 @@ async def test_the_pace_of_an_endpoint(
 async def test_a_transport_learns_which_sources_to_refuse_unread(make_world: MakeWorld, publish: Any) -> None:
     world = await fleet_world(make_world, more="[limits]\nauthority_messages_per_s = 10\n")
     streamer = world.streamer
-    streamer.ledger.pressure.is_on = lambda _: True
-    transport, ingress = streamer.endpoints["fleet"].transport, streamer.ingresses["fleet"]
+    streamer.assembly.ledger.pressure.is_on = lambda _: True
+    transport, ingress = streamer.assembly.endpoints["fleet"].transport, streamer.assembly.ingresses["fleet"]
     ingress.on_receive_batch([publish("//vin1/8001/1/8001", "x") for _ in range(100)])
     assert transport.refused == {"vin1": 0}
     transport.refused["vin1"] += 7
-    before = streamer.endpoints["fleet"].dropped["over_quota"]
+    before = streamer.assembly.endpoints["fleet"].dropped["over_quota"]
     ingress.gather_refused()
-    assert streamer.endpoints["fleet"].dropped["over_quota"] == before + 7
-    account = streamer.ledger.account("vin1", "fleet")
+    assert streamer.assembly.endpoints["fleet"].dropped["over_quota"] == before + 7
+    account = streamer.assembly.ledger.account("vin1", "fleet")
     account.passing.left = 10_000
     ingress.gather_refused()
     assert transport.refused == {}

@@ -21,7 +21,6 @@ from streamer.letters import dead_letter
 from streamer.letters.dead_letter import LetterStore, Stored
 from streamer.operating import metrics, resending
 from streamer.operating.control import ControlSocket
-from streamer.walk.view import Rule
 from tests.streamer.conftest import THREE, World
 from transports.base import NOT_TRIED
 from uprotocol import uri as uris
@@ -52,8 +51,8 @@ async def fail(
     """Store these messages as letters."""
     before = len(stored(world))
     for message in messages:
-        world.streamer.dead_letters.add(message, code, reason, endpoint)
-    await world.until(lambda: world.streamer.dead_letters.stock.letters == before + len(messages))
+        world.assembly.dead_letters.add(message, code, reason, endpoint)
+    await world.until(lambda: world.assembly.dead_letters.stock.letters == before + len(messages))
 
 
 def stored(world: World) -> list[Stored]:
@@ -78,18 +77,18 @@ async def test_a_letter_is_sent_again_as_it_was_to_its_endpoint_alone(make_world
     heard, elsewhere = await world.hear(cloud, SPEED), await world.hear(mcu, SPEED)
     sent = [publish(SPEED, str(number)) for number in range(5)]
     await fail(world, sent)
-    assert "5 dead letters are stored" in " ".join(world.streamer.notes())
+    assert "5 dead letters are stored" in " ".join(world.parts.notes())
     results, _ = await resend(world, dry_run=True, all=True)
     assert set(results.values()) == {"ready"}
     results, _ = await resend(world)
     assert results == dict.fromkeys(range(1, 6), "resent")
     assert await heard.expect(5) == sent
     assert (stored(world), elsewhere.messages) == ([], [])
-    assert world.streamer.logs.durable.newest_seq == 0, "the log has it already"
-    lines = metrics.expose(world.streamer.samples).decode()
+    assert world.assembly.logs.durable.newest_seq == 0, "the log has it already"
+    lines = metrics.expose(world.parts.samples).decode()
     assert "up_streamer_dead_letters_resent_total 5.0" in lines
     assert "up_streamer_dead_letters_stored 0.0" in lines
-    assert "dead letters are stored" not in " ".join(world.streamer.notes())
+    assert "dead letters are stored" not in " ".join(world.parts.notes())
 
 
 async def test_a_message_that_a_broker_refused_arrives_once_its_rules_are_mended(
@@ -114,7 +113,7 @@ async def test_a_message_that_a_broker_refused_arrives_once_its_rules_are_mended
     after = stored(world)
     assert [one.number for one in after] == [1, 2], "a letter that fails again stays the same letter"
     assert all(new.time_ms >= old.time_ms for old, new in zip(before, after, strict=True))
-    assert world.streamer.dead_letters.total == 2
+    assert world.assembly.dead_letters.total == 2
 
     world.networks["cloud"].allow()
     assert (await resend(world, numbers=[2, 7]))[0] == {2: "resent", 7: "unknown"}
@@ -130,7 +129,7 @@ async def test_while_the_peer_is_away_letters_stay(make_world: MakeWorld, publis
     cloud = await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
     await fail(world, [publish(SPEED, str(number)) for number in range(3)])
-    transport = world.streamer.endpoints["cloud"].transport
+    transport = world.assembly.endpoints["cloud"].transport
     transport.disconnect()
     results, reasons = await resend(world)
     assert results == dict.fromkeys((1, 2, 3), "waiting")
@@ -155,7 +154,7 @@ async def test_what_can_not_be_sent_stays_with_its_reason(make_world: MakeWorld,
     ours = UMessageBuilder.request(CLOUD_APP, uris.parse("//vehicle1/4/1/1"), 60_000).build()
     await fail(world, [UMessageBuilder.notification(SPEED, uris.parse("//mcu1/9001/1/0")).build()])
     await fail(world, [ours])
-    await world.streamer.paused.pause(SPEED, "cloud")
+    await world.assembly.paused.pause(SPEED, "cloud")
     results, reasons = await resend(world)
     assert list(results.values()) == ["expired", "denied", "denied", "waiting", "refused", "cut", "refused", "refused"]
     expected = (
@@ -212,8 +211,7 @@ async def test_a_request_that_no_rule_allowed_goes_once_one_does(make_world: Mak
     await cloud.send(request := UMessageBuilder.request(CLOUD_APP, method, 60_000).build())
     await world.until(lambda: len(stored(world)) == 1)
     assert (await resend(world))[0] == {1: "denied"}
-    await world.streamer.remove_rule("cloud", "vehicle")
-    await world.streamer.add_rule(Rule("cloud", "vehicle"))
+    await world.change_rule("cloud", "vehicle", {})
     assert (await resend(world))[0] == {1: "resent"}
     assert await heard.expect(1) == [request]
 
@@ -248,7 +246,7 @@ async def test_a_call_is_bounded_and_says_where_to_go_on(
     world = await make_world(egress="messages_per_s = 8\n")
     cloud = await world.node("cloud", "cloud")
     heard, batches = await world.hear(cloud, SPEED), []
-    transport = world.streamer.endpoints["cloud"].transport
+    transport = world.assembly.endpoints["cloud"].transport
     send_batch = transport.send_batch
 
     async def counted(messages: Any) -> Any:
@@ -277,7 +275,7 @@ async def test_one_that_fails_does_not_keep_the_others(
     world = await make_world()
     cloud = await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
-    transport = world.streamer.endpoints["cloud"].transport
+    transport = world.assembly.endpoints["cloud"].transport
     send_batch = transport.send_batch
 
     async def stops_at_bad_ones(messages: Any) -> Any:
@@ -371,7 +369,7 @@ async def test_a_store_that_can_not_be_changed_keeps_its_letters(
 
 async def test_a_question_that_fails_fails_alone(make_world: MakeWorld, publish: Publish) -> None:
     world = await make_world({"vehicle": ""})
-    letters = world.streamer.dead_letters
+    letters = world.assembly.dead_letters
 
     def wrong(_: LetterStore) -> None:
         raise ValueError("not foreseen")
@@ -401,7 +399,7 @@ async def test_letters_are_listed_by_pages_and_purged_by_what_they_are(make_worl
     assert await do(world, "purge_letters", numbers=[2, 99]) == {"purged": 1}
     assert await do(world, "purge_letters", before_ms=1) == {"purged": 0}
     assert [one.number for one in stored(world)] == [1, 3, 4]
-    assert "up_streamer_dead_letters_purged_total 2.0" in metrics.expose(world.streamer.samples).decode()
+    assert "up_streamer_dead_letters_purged_total 2.0" in metrics.expose(world.parts.samples).decode()
     await fail(world, [publish(SPEED, "next")])
     assert [one.number for one in stored(world)] == [1, 3, 4, 6], "no number is used twice"
 

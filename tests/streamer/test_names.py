@@ -11,8 +11,8 @@ from google.protobuf import message_factory
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamer.building import endpoints_of
 from streamer.config import Config, loads
-from streamer.parts import endpoints_of
 from streamer.walk.names import CARRIED, Names
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -170,7 +170,7 @@ async def test_nobody_outside_passes_for_one_inside(make_world: MakeWorld, fleet
     assert [message.attributes.source.authority_name for message in heard.messages] == ["ecu1.vin2"], (
         "another vehicle is another one"
     )
-    assert world.streamer.endpoints["fleet"].dropped["spoofed"] == 2
+    assert world.assembly.endpoints["fleet"].dropped["spoofed"] == 2
 
 
 @pytest.mark.parametrize("major", [3, 4])
@@ -196,7 +196,7 @@ async def test_a_subscription_from_outside_goes_by_the_outside_name(
     update = UPayload.of(notification).unpack(v3.Update if major == 3 else v4.Subscription)
     assert notification.attributes.source == uris.uri("ecu1.vin1", 0, major, 0x8000)
     assert update.topic == topic
-    inside = await world.streamer.usubscription.subscriptions()
+    inside = await world.assembly.usubscription.subscriptions()
     assert [row.topic[0] for row in inside] == ["ecu1"], "one topic has one name inside"
 
 
@@ -206,7 +206,7 @@ async def test_history_from_outside_goes_by_the_outside_name(
     world = await make_world(vehicle("vin1", fleet, '[history]\nrecord = ["//ecu1/FFFFFFFF/FF/FFFF"]\n'))
     ecu, app = await world.node("vehicle", "ecu1"), await world.node("fleet", "cloud", 0x9001)
     await ecu.send_batch([publish("//ecu1/8001/1/8001", f"{number}") for number in range(5)])
-    await world.until(lambda: world.streamer.logs.durable.newest_seq >= 5)
+    await world.until(lambda: world.assembly.logs.durable.newest_seq >= 5)
     method, topic = "//ecu1.vin1/4/1/2", uris.parse("//ecu1.vin1/8001/1/8001")
     answer = await call(
         app, method, ustreamer_pb2.PollRequest(topics=[topic], earliest=True), ustreamer_pb2.PollResponse
@@ -237,13 +237,13 @@ async def test_two_vehicles_that_use_one_name_are_reported(make_world: MakeWorld
     await caller.invoke_method(uris.parse("//ecu1/9000/1/1"), UPayload(b""), OPTIONS)
 
     def notes() -> list[str]:
-        return [note for note in cloud.streamer.notes() if " new since " not in note]  # without that of a first start
+        return [note for note in cloud.parts.notes() if " new since " not in note]  # without that of a first start
 
     await cloud.until(notes)
     assert [len(one.requests) for one in served] == [1, 1], "nobody can help that without a name for each"
     (note,) = notes()
     assert note.startswith("endpoint fleet: two hosts go by the name 'ecu1'")
-    assert cloud.streamer.problems() == []
+    assert cloud.parts.problems() == []
     await caller.close()
 
 
@@ -372,8 +372,8 @@ async def test_a_family_of_authorities_has_a_network_and_a_service(make_world: M
         ).build()
     )
     await world.until(lambda: reached.messages)
-    assert world.streamer.endpoints.owner("truck.yard.depot").name == "yard", "the longest suffix"
-    assert world.streamer.endpoints.owner("cloud2") is None
+    assert world.assembly.endpoints.owner("truck.yard.depot").name == "yard", "the longest suffix"
+    assert world.assembly.endpoints.owner("cloud2") is None
 
 
 # No authority
@@ -385,7 +385,7 @@ async def test_a_client_that_leaves_out_its_authority_is_served(make_world: Make
     asked = v3.SubscriptionRequest(topic=UUri(ue_id=0x8001, ue_version_major=1, resource_id=0x8001))
     answer = await call(app, "/0/3/1", asked, v3.SubscriptionResponse, "vehicle1")
     assert answer.status.state == v3.SubscriptionStatus.SUBSCRIBED
-    assert [row.topic[0] for row in await world.streamer.usubscription.subscriptions()] == ["vehicle1"]
+    assert [row.topic[0] for row in await world.assembly.usubscription.subscriptions()] == ["vehicle1"]
 
 
 async def test_what_comes_without_authority_is_of_the_only_host_there(make_world: MakeWorld, publish: Publish) -> None:
@@ -407,7 +407,7 @@ async def test_what_nobody_can_complete_is_counted(make_world: MakeWorld, fleet:
     ).build()
     nameless.attributes.source.authority_name = ""
     world.networks["fleet"].inject(nameless)
-    fleet_endpoint = world.streamer.endpoints["fleet"]
+    fleet_endpoint = world.assembly.endpoints["fleet"]
     await world.until(lambda: fleet_endpoint.received)
     assert fleet_endpoint.dropped["no_authority"] == 1
 

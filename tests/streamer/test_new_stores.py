@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from streamer.building import neighbours_of
 from streamer.config import loads
 from streamer.operating import new_stores
-from streamer.parts import neighbours_of
+from streamer.parts.readiness import Readiness
 from streamer.reporting import STREAMER
 from tests.streamer.conftest import MakeWorld, World
 from tests.streamer.test_reloading import changed, reload, with_endpoint
@@ -32,11 +33,11 @@ ACKNOWLEDGE = "'up-streamer history acknowledge'"
 
 
 def new(world: World) -> list[str]:
-    return [note for note in world.streamer.notes() if " new since " in note]
+    return [note for note in world.parts.notes() if " new since " in note]
 
 
 def texts(world: World, endpoint: str = STREAMER) -> list[str]:
-    return [one.text for one in world.streamer.conditions() if one.endpoint == endpoint]
+    return [one.text for one in world.parts.conditions() if one.endpoint == endpoint]
 
 
 async def emptied(world: World) -> None:
@@ -68,14 +69,14 @@ async def test_a_first_start_is_a_note_for_a_while(make_world: MakeWorld, monkey
     world = await make_world()
     (note,) = new(world)
     assert note.startswith(NEW)
-    assert world.streamer.problems() == []
+    assert world.parts.problems() == []
     with monkeypatch.context() as patch:
         patch.setattr(new_stores, "NOTE_MS", 0)
         assert new(world) == []
     await world.restart()
     (note,) = new(world)  # other services may still have to be told of the subscriptions, the log is known
     assert note.startswith("the subscriptions are new since")
-    assert world.streamer.problems() == []
+    assert world.parts.problems() == []
 
 
 def test_asked_are_the_authorities_that_are_named_and_not_ours() -> None:
@@ -102,16 +103,16 @@ async def test_a_partner_that_knew_earlier_subscriptions_is_notified_and_reporte
         async with USubscriptionClient(node, LocalUriProvider("vehicle1", 0x8001, 1)) as other:
             await confirmed(world, other, THEIRS)
         await emptied(world)
-        await world.until(lambda: len(world.streamer.interest.wants(OURS)) == 1)
+        await world.until(lambda: len(world.assembly.interest.wants(OURS)) == 1)
         await world.until(lambda: any("are renewed (1)" in one for one in texts(world)))
         (text,) = texts(world)
         assert "the uSubscription of cloud knew others" in text
         assert "lost ones that are known there: 1" in text
         assert ACKNOWLEDGE in text
-        assert world.streamer.look()["status"] == "degraded"
+        assert world.parts.of(Readiness).look()["status"] == "degraded"
         await world.restart()  # it is reported once, and stays until somebody acknowledges it
         assert texts(world) == [text]
-        world.streamer.logs.durable.losses.acknowledge()
+        world.assembly.logs.durable.losses.acknowledge()
         assert texts(world) == []
 
 
@@ -120,16 +121,16 @@ async def test_of_an_older_copy_only_subscriptions_of_ours_are_reported(
 ) -> None:
     """The others renew their own, and a restoration is reported as such."""
     world = await make_world()
-    usubscription = world.streamer.usubscription
+    usubscription = world.assembly.usubscription
     assert usubscription is not None
     monkeypatch.setattr(usubscription.store.database, "is_copy", True)
     auditor = usubscription.remote.auditor
     said = StoreSaid(b"1" * 16, former=b"2" * 16, links=2)
     auditor._compare_stores(("cloud", 4), said, 0)
-    await world.streamer.new_stores.close()
+    await world.assembly.new_stores.close()
     assert texts(world) == []
     auditor._compare_stores(("cloud", 4), said, 1)
-    await world.streamer.new_stores.close()
+    await world.assembly.new_stores.close()
     (text,) = texts(world)
     assert "are those of an older copy" in text
     assert "lost ones that are known there: 1" in text
@@ -152,7 +153,7 @@ async def test_a_message_from_an_authority_that_only_a_pattern_names_is_enough(
         await emptied(world)
         note = UMessageBuilder.notification(THEIRS, uris.parse("//vehicle1/8001/1/0")).build()
         await app.send(note)
-        await world.until(lambda: len(world.streamer.interest.wants(OURS)) == 1)
+        await world.until(lambda: len(world.assembly.interest.wants(OURS)) == 1)
         assert cloud.remote.auditor.renewals == 1
 
 
@@ -163,11 +164,11 @@ async def test_a_session_that_the_broker_resumes_belongs_to_an_earlier_log(
     await world.restart()
     monkeypatch.setattr(LocalTransport, "resumed_session", True)
     for _ in range(2):
-        world.streamer._connected(world.streamer.endpoints["cloud"])
+        world.assembly._connected(world.assembly.endpoints["cloud"])
     assert texts(world, "cloud") == []  # a restart
     await emptied(world)
     for _ in range(2):
-        world.streamer._connected(world.streamer.endpoints["cloud"])
+        world.assembly._connected(world.assembly.endpoints["cloud"])
     (text,) = texts(world, "cloud")
     assert "the broker has resumed a session of ours" in text
     assert ACKNOWLEDGE in text
@@ -178,18 +179,18 @@ async def test_a_session_that_this_process_has_opened_is_its_own_also_after_a_re
 ) -> None:
     """A reload makes another transport, which resumes the session of the one before."""
     world = await make_world()
-    world.streamer._connected(world.streamer.endpoints["cloud"])
+    world.assembly._connected(world.assembly.endpoints["cloud"])
     monkeypatch.setattr(LocalTransport, "resumed_session", True)
-    before = world.streamer.endpoints["cloud"].transport
+    before = world.assembly.endpoints["cloud"].transport
     new = with_endpoint(world.config, "cloud", settings={"network": f"reloaded-{world.number}"})
     assert await reload(world, new)
-    assert world.streamer.endpoints["cloud"].transport is not before
-    world.streamer._connected(world.streamer.endpoints["cloud"])
+    assert world.assembly.endpoints["cloud"].transport is not before
+    world.assembly._connected(world.assembly.endpoints["cloud"])
     renamed = [one.model_dump(exclude_unset=True) for one in new.endpoint]
     for one in renamed:
         one["name"] = one["name"].replace("cloud", "clouds")
     assert await reload(world, changed(world.config, endpoint=renamed))
-    world.streamer._connected(world.streamer.endpoints["clouds"])
+    world.assembly._connected(world.assembly.endpoints["clouds"])
     assert [*texts(world, "cloud"), *texts(world, "clouds")] == []
 
 
@@ -203,9 +204,9 @@ async def test_a_follower_that_has_records_of_another_log_is_reported(make_world
     follower, stranger = uris.parse("//cloud/4/1/0"), uris.parse("//cloud/8001/1/0")
 
     def acknowledge(caller: Any, positions: dict[bytes, int]) -> None:
-        world.streamer.handovers.acknowledged(caller, positions)
+        world.assembly.handovers.acknowledged(caller, positions)
 
-    ours = {one.incarnation: 5 for one in world.streamer.logs}
+    ours = {one.incarnation: 5 for one in world.assembly.logs}
     acknowledge(follower, ours)
     acknowledge(follower, {b"o" * 16: 0})  # it has read nothing of it
     acknowledge(stranger, {b"o" * 16: 7})  # anybody may make that up
@@ -213,7 +214,7 @@ async def test_a_follower_that_has_records_of_another_log_is_reported(make_world
     acknowledge(follower, {b"o" * 16: 7})
     (text,) = texts(world, "cloud")
     assert "//cloud/4/1/0 has followed another one" in text
-    world.streamer.logs.durable.losses.acknowledge()
+    world.assembly.logs.durable.losses.acknowledge()
     await world.restart()
     acknowledge(follower, {b"v" * 16: 7})  # of a log in memory, which each restart empties
     assert texts(world, "cloud") == []
@@ -236,7 +237,7 @@ async def test_what_other_services_had_lost_is_a_note(make_world: MakeWorld, tmp
         )
         await fresh.start()
         world.stack.push_async_callback(fresh.stop)
-        await world.until(lambda: [one for one in world.streamer.notes() if "of cloud had lost 1 of our" in one])
-        assert world.streamer.problems() == []
-        samples = {name: value for name, labels, value in world.streamer.samples() if not labels}
+        await world.until(lambda: [one for one in world.parts.notes() if "of cloud had lost 1 of our" in one])
+        assert world.parts.problems() == []
+        samples = {name: value for name, labels, value in world.parts.samples() if not labels}
         assert samples["usubscription_renewed"] == 1

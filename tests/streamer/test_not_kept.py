@@ -37,12 +37,12 @@ async def pair(make_world: MakeWorld, publish: Publish) -> Pair:
 
 
 def notes(pair: Pair) -> list[str]:
-    return [note for note in pair.hub.streamer.notes() if "does not keep " in note]
+    return [note for note in pair.hub.parts.notes() if "does not keep " in note]
 
 
 async def answers(pair: Pair, count: int) -> None:
     """Until the vehicle's gateway has answered so many more commands."""
-    commands = pair.vehicle.streamer.history.counts
+    commands = pair.vehicle.assembly.history.counts
     wanted = commands["commands"] + count
     await pair.hub.until(lambda: commands["commands"] >= wanted)
 
@@ -59,8 +59,8 @@ async def test_what_is_followed_and_not_kept_there_is_said_with_its_remedy(pair:
     assert note.endswith(f", which is followed here: no message of it comes: {remedy}")
     (line,) = [one for one in logged if one["event"] == EVENT]
     assert (line["log_level"], line["topics"], line["remedy"]) == ("warning", topics, remedy)
-    assert 'up_streamer_followed_not_kept{endpoint="link"} 2.0' in expose(pair.hub.streamer.samples).decode()
-    assert not [note for note in pair.vehicle.streamer.notes() if "does not keep " in note]
+    assert 'up_streamer_followed_not_kept{endpoint="link"} 2.0' in expose(pair.hub.parts.samples).decode()
+    assert not [note for note in pair.vehicle.parts.notes() if "does not keep " in note]
 
 
 async def test_it_ends_as_soon_as_the_topic_is_kept(pair: Pair) -> None:
@@ -68,15 +68,15 @@ async def test_it_ends_as_soon_as_the_topic_is_kept(pair: Pair) -> None:
     await pair.handed_over()
     await pair.hub.until(lambda: notes(pair))
     with capture_logs() as logged:
-        pair.vehicle.streamer.logs.record = (uris.parse(LOCK),)
+        pair.vehicle.assembly.logs.record = (uris.parse(LOCK),)
         await pair.hub.until(lambda: f"does not keep up:{SEATS} (" in notes(pair)[0])
-        pair.vehicle.streamer.logs.record = (uris.parse(LOCK), uris.parse("//vehicle1/8002/1/8001"))
+        pair.vehicle.assembly.logs.record = (uris.parse(LOCK), uris.parse("//vehicle1/8002/1/8001"))
         await pair.hub.until(lambda: not notes(pair))
     assert [one["event"] for one in logged if "kept there" in one["event"]] == [
         "all topics that are followed are kept there"
     ]
-    assert 'up_streamer_followed_not_kept{endpoint="link"} 0.0' in expose(pair.hub.streamer.samples).decode()
-    pair.vehicle.streamer.logs.record = ()
+    assert 'up_streamer_followed_not_kept{endpoint="link"} 0.0' in expose(pair.hub.parts.samples).decode()
+    pair.vehicle.assembly.logs.record = ()
     await pair.hub.until(lambda: notes(pair))
 
 
@@ -84,7 +84,7 @@ async def test_a_subscription_there_keeps_a_topic_and_a_pattern(pair: Pair) -> N
     await pair.begin(topics=TOPICS)
     await pair.handed_over()
     await pair.hub.until(lambda: notes(pair))
-    source = pair.vehicle.streamer.interest.sources[0]
+    source = pair.vehicle.assembly.interest.sources[0]
     tablet = uris.parse("//tablet/9001/1/0")
     more = [Subscription(uris.parse(one), tablet, Status.SUBSCRIBED) for one in (LOCK, "//vehicle1/8002/1/8001")]
     source.changed(source.put(*more))
@@ -98,8 +98,8 @@ async def test_a_subscription_here_that_the_origin_does_not_know_is_found(
     monkeypatch.setattr("tests.streamer.test_following.SUBSCRIBED", {})
     pair = Pair(make_world, publish)
     await pair.begin(topics=f'topics = ["{SEATS}"]')
-    pair.hub.streamer.logs.record = (SPEED,)
-    pair.hub.streamer.follows.rules_changed()
+    pair.hub.assembly.logs.record = (SPEED,)
+    pair.hub.assembly.follows.rules_changed()
     await pair.handed_over()
     await pair.hub.until(lambda: notes(pair) and uris.format(SPEED) in notes(pair)[0])
 
@@ -113,7 +113,7 @@ async def test_what_is_kept_is_no_finding(pair: Pair) -> None:
 
 async def test_of_a_gateway_that_does_not_say_it_nothing_is_known(pair: Pair) -> None:
     await pair.begin(topics=TOPICS)
-    pair.vehicle.streamer.history._keeping = None  # as before 0.3
+    pair.vehicle.assembly.history._keeping = None  # as before 0.3
     await pair.handed_over()
     await answers(pair, 5)
     assert not notes(pair)
@@ -141,7 +141,7 @@ def asked(pair: Pair, topic: str, *, hides: tuple[str, ...] = ()) -> bool:
     def sees(one: UUri) -> bool:
         return one not in hidden
 
-    made: Any = TopicsKept(pair.vehicle.streamer.view, pair.vehicle.streamer.logs, pair.vehicle.streamer.follows)
+    made: Any = TopicsKept(pair.vehicle.assembly.view, pair.vehicle.assembly.logs, pair.vehicle.assembly.follows)
     return bool(made.keeps(uris.parse(topic), sees))
 
 
@@ -160,5 +160,5 @@ async def test_what_a_gateway_keeps(pair: Pair) -> None:
     assert not asked(pair, "//vehicle1/8001/1/FFFF", hides=(speed, uris.format(DOOR))), (
         "hidden subscriptions say nothing"
     )
-    pair.vehicle.streamer.follows._wants_all = True
+    pair.vehicle.assembly.follows._wants_all = True
     assert asked(pair, SEATS), "a uSubscription has not answered yet"

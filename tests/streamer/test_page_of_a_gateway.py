@@ -32,8 +32,8 @@ async def test_it_shows_and_changes_what_a_gateway_does(
     streamer = world.streamer
     vehicle = await world.node("vehicle", "vehicle1")
     await vehicle.send(publish(SPEED, "hello <b>"))
-    await world.until(lambda: streamer.logs.durable.newest_seq >= 1)
-    streamer.dead_letters.add(publish(SPEED, "lost"), UCode.NOT_FOUND, "nobody is there", "cloud")
+    await world.until(lambda: streamer.assembly.logs.durable.newest_seq >= 1)
+    streamer.assembly.dead_letters.add(publish(SPEED, "lost"), UCode.NOT_FOUND, "nobody is there", "cloud")
 
     async with Chromium(tmp_path / "browser") as browser:
 
@@ -63,11 +63,11 @@ async def test_it_shows_and_changes_what_a_gateway_does(
         await browser.until("document.getElementById('confirm').open")
         await browser.evaluate("document.getElementById('confirm-do').click()")
         await says("#topics-paused", f"{SPEED} toward cloud")
-        assert [(one.topic, one.peer) for one in streamer.paused] == [(SPEED, "cloud")]
+        assert [(one.topic, one.peer) for one in streamer.assembly.paused] == [(SPEED, "cloud")]
         await browser.evaluate("document.querySelector('#topics-paused button').click()")
         await browser.until("document.getElementById('confirm').open")
         await browser.evaluate("document.getElementById('confirm-do').click()")
-        await world.until(lambda: not [*streamer.paused])
+        await world.until(lambda: not [*streamer.assembly.paused])
 
         await browser.evaluate("location.hash = 'letters'")
         await says("#letters", "nobody is there")
@@ -81,7 +81,7 @@ async def test_it_shows_and_changes_what_a_gateway_does(
                 await browser.evaluate("document.getElementById('confirm').close()")
                 await browser.until("document.getElementById('letters-resend').ariaBusy !== 'true'")
         await says("#letters-said", "Purge: 1 purged.")
-        assert streamer.dead_letters.stock.letters == 0
+        assert streamer.assembly.dead_letters.stock.letters == 0
 
         await world.stop()
         await says("#silence", "No answer since")

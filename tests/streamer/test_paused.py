@@ -79,17 +79,17 @@ def texts(first: int, end: int) -> list[str]:
 
 def kept(world: Any) -> int:
     """Records of SPEED that the log has taken; notifications of subscriptions are in it, too."""
-    return sum(stream.records for stream in world.streamer.logs.durable.streams() if stream.source == SPEED)
+    return sum(stream.records for stream in world.assembly.logs.durable.streams() if stream.source == SPEED)
 
 
 def notes(world: Any) -> list[str]:
     """Returns the notes, without that of a first start."""
-    return [note for note in world.streamer.notes() if " new since " not in note]
+    return [note for note in world.parts.notes() if " new since " not in note]
 
 
 async def quiet(world: Any) -> None:
     """Waits until each pump has processed its whole backlog."""
-    await world.until(lambda: all(not pump.backlog and not pump.sender.queue for pump in world.streamer.pumps))
+    await world.until(lambda: all(not pump.backlog and not pump.sender.queue for pump in world.assembly.pumps))
 
 
 async def code_of(work: Any) -> int:
@@ -111,7 +111,7 @@ async def test_what_is_paused_waits_in_order_while_all_else_goes_on_and_comes_be
     speed, door, there = await world.hear(cloud, SPEED), await world.hear(cloud, DOOR), await world.hear(mcu, SPEED)
     await vehicle.send(publish(SPEED, "0"))
     await speed.expect(1)
-    paused = world.streamer.paused
+    paused = world.assembly.paused
     await paused.pause(SPEED, "cloud")
     await paused.pause(SPEED, "cloud")
     assert list(paused) == [Pause(uris.format(SPEED), "cloud")]
@@ -121,7 +121,7 @@ async def test_what_is_paused_waits_in_order_while_all_else_goes_on_and_comes_be
     await door.expect(20)
     await quiet(world)
     assert (speed.texts, door.texts, there.texts) == (["0"], texts(1, 21), texts(0, 21))
-    assert world.streamer.problems() == []
+    assert world.parts.problems() == []
     assert notes(world) == [f"paused: {uris.format(SPEED)} to cloud; what comes waits in the log"]
     sending = asyncio.ensure_future(vehicle.send_batch([publish(SPEED, str(number)) for number in range(21, 40)]))
     assert await paused.resume(SPEED, "cloud") == 1
@@ -129,7 +129,7 @@ async def test_what_is_paused_waits_in_order_while_all_else_goes_on_and_comes_be
     await speed.expect(40)
     await there.expect(40)
     assert speed.texts == there.texts == texts(0, 40)
-    await world.until(lambda: not any(len(pump.topic_holds) for pump in world.streamer.pumps))
+    await world.until(lambda: not any(len(pump.topic_holds) for pump in world.assembly.pumps))
     assert notes(world) == []
 
 
@@ -206,7 +206,7 @@ async def test_an_endpoint_is_paused_for_everything_that_goes_there(make_world: 
 async def test_what_can_not_be_paused_is_said(make_world: MakeWorld, given: dict[str, Any], code: int) -> None:
     world = await make_world(subscriptions={})
     assert await code_of(world.streamer.operations.answer("pause", given)) == code
-    assert not len(world.streamer.paused)
+    assert not len(world.assembly.paused)
 
 
 async def test_a_pause_of_a_rule_follows_a_renamed_endpoint_and_is_idle_without_one(tmp_path: Path) -> None:
@@ -233,17 +233,17 @@ async def test_a_topic_that_is_paused_while_it_is_read_back_is_not_held_once_nob
     monkeypatch.setattr(catch_up, "READ_MESSAGES_MAX", 4)
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, streamer = await world.node("vehicle", "vehicle1"), world.streamer
-    transport = streamer.endpoints["cloud"].transport
-    (pump,) = [pump for pump in streamer.pumps if pump.peer.name == "cloud" and pump.log.durable]
-    await streamer.paused.pause(SPEED, "cloud")
+    transport = streamer.assembly.endpoints["cloud"].transport
+    (pump,) = [pump for pump in streamer.assembly.pumps if pump.peer.name == "cloud" and pump.log.durable]
+    await streamer.assembly.paused.pause(SPEED, "cloud")
     for number in range(20):
         await vehicle.send(publish(SPEED, str(number)))
     await world.until(lambda: len(pump.topic_holds) == 1 and not pump.backlog)
     transport.disconnect()
-    await streamer.paused.resume(SPEED, "cloud")
+    await streamer.assembly.paused.resume(SPEED, "cloud")
     await world.until(lambda: pump.catch_up.is_under_way and pump.retries)
-    await streamer.paused.pause(SPEED, "cloud")
-    await streamer.remove_rule("vehicle", "cloud")
+    await streamer.assembly.paused.pause(SPEED, "cloud")
+    await world.change_rule("vehicle", "cloud", None)
     await world.until(lambda: not len(pump.topic_holds))
     assert not pump.catch_up.is_under_way
 
@@ -253,18 +253,18 @@ async def test_what_was_read_ahead_of_a_peer_that_is_away_waits_too(make_world: 
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     speed, door = await world.hear(cloud, SPEED), await world.hear(cloud, DOOR)
-    transport = world.streamer.endpoints["cloud"].transport
+    transport = world.assembly.endpoints["cloud"].transport
     transport.disconnect()
     for number in range(50):
         await vehicle.send_batch([publish(SPEED, str(number)), publish(DOOR, str(number))])
-    (pump,) = [pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable]
+    (pump,) = [pump for pump in world.assembly.pumps if pump.peer.name == "cloud" and pump.log.durable]
     await world.until(lambda: len(pump.sender.queue) == 100)
-    await world.streamer.paused.pause(SPEED, "cloud")
+    await world.assembly.paused.pause(SPEED, "cloud")
     transport.reconnect()
     await door.expect(50)
     await quiet(world)
     assert (speed.texts, door.texts) == ([], texts(0, 50))
-    await world.streamer.paused.resume(ALL, "cloud")
+    await world.assembly.paused.resume(ALL, "cloud")
     await speed.expect(50)
     assert speed.texts == texts(0, 50)
 
@@ -274,14 +274,14 @@ async def test_a_pause_outlives_restarts_and_so_does_what_waits(make_world: Make
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     speed, door = await world.hear(cloud, SPEED), await world.hear(cloud, DOOR)
-    await world.streamer.paused.pause(SPEED, "cloud")
+    await world.assembly.paused.pause(SPEED, "cloud")
     for life in range(3):
         await vehicle.send_batch([publish(SPEED, str(life)), publish(DOOR, str(life))])
         await door.expect(life + 1)
         await quiet(world)
         await world.restart()
     assert speed.texts == []
-    await world.streamer.paused.resume(SPEED, "cloud")
+    await world.assembly.paused.resume(SPEED, "cloud")
     await speed.expect(3)
     assert (speed.texts, door.texts) == (texts(0, 3), texts(0, 3))
 
@@ -299,7 +299,7 @@ async def test_a_pause_toward_a_removed_peer_holds_nothing_and_is_reported(
     speed = await world.hear(cloud, SPEED)
     await vehicle.send(publish(SPEED, "goes"))
     await speed.expect(1)
-    await world.streamer.paused.resume(SPEED, "old-cloud")
+    await world.assembly.paused.resume(SPEED, "old-cloud")
     assert notes(world) == []
 
 
@@ -311,7 +311,7 @@ async def test_what_nobody_wants_any_more_does_not_come_when_it_is_resumed(
     speed = await world.hear(cloud, SPEED)
     async with USubscriptionClient(cloud, cloud.local, "vehicle1") as client:
         await client.subscribe(SPEED)
-        await world.streamer.paused.pause(SPEED, "cloud")
+        await world.assembly.paused.pause(SPEED, "cloud")
         await vehicle.send(publish(SPEED, "unwanted"))
         await world.until(lambda: kept(world) == 1)
         await quiet(world)
@@ -319,7 +319,7 @@ async def test_what_nobody_wants_any_more_does_not_come_when_it_is_resumed(
         await client.subscribe(SPEED)
         await vehicle.send(publish(SPEED, "wanted"))
         await world.until(lambda: kept(world) == 2)
-        await world.streamer.paused.resume(SPEED, "cloud")
+        await world.assembly.paused.resume(SPEED, "cloud")
         await speed.expect(1)
         assert speed.texts == ["wanted"]
 
@@ -328,7 +328,7 @@ async def test_one_authority_behind_an_endpoint_is_paused_and_the_others_are_not
     world = await make_world(TWO_BEHIND, subscriptions={})
     vehicle, fleet = await world.node("vehicle", "vehicle1"), await world.node("fleet", "cloud")
     cloud, phone = await world.hear(fleet, SPEED, APP), await world.hear(fleet, SPEED, PHONE)
-    await world.streamer.paused.pause(ALL, "phone")
+    await world.assembly.paused.pause(ALL, "phone")
 
     def messages(number: int) -> list[UMessage]:
         return [
@@ -341,7 +341,7 @@ async def test_one_authority_behind_an_endpoint_is_paused_and_the_others_are_not
     await cloud.expect(5)
     await quiet(world)
     assert phone.texts == []
-    await world.streamer.paused.resume(ALL, "phone")
+    await world.assembly.paused.resume(ALL, "phone")
     await phone.expect(5)
     assert cloud.texts == phone.texts == texts(0, 5)
 
@@ -349,9 +349,9 @@ async def test_one_authority_behind_an_endpoint_is_paused_and_the_others_are_not
 async def test_requests_and_responses_are_never_paused(make_world: MakeWorld) -> None:
     world = await make_world(subscriptions={})
     for topic in (uris.parse("//vehicle1/8001/1/1"), uris.parse("//vehicle1/8001/1/0")):
-        assert await code_of(world.streamer.paused.pause(topic, "cloud")) == UCode.INVALID_ARGUMENT
-    await world.streamer.paused.pause(uris.ANY, "cloud")
-    await world.streamer.paused.pause(uris.ANY, "vehicle")
+        assert await code_of(world.assembly.paused.pause(topic, "cloud")) == UCode.INVALID_ARGUMENT
+    await world.assembly.paused.pause(uris.ANY, "cloud")
+    await world.assembly.paused.pause(uris.ANY, "vehicle")
     cloud = await world.node("cloud", "cloud", 0x9001)
     async with InMemoryRpcClient(cloud, cloud.local) as client:
         answer = await client.invoke_method(uris.uri("vehicle1", 4, 1, 1), UPayload.pack(wire.DescribeRequest()))
@@ -361,12 +361,12 @@ async def test_requests_and_responses_are_never_paused(make_world: MakeWorld) ->
 async def test_messages_that_expire_while_paused_are_reported(make_world: MakeWorld) -> None:
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle = await world.node("vehicle", "vehicle1")
-    await world.streamer.paused.pause(SPEED, "cloud")
+    await world.assembly.paused.pause(SPEED, "cloud")
     await vehicle.send(UMessageBuilder.publish(SPEED).with_ttl(150).build())
     await world.until(lambda: kept(world) >= 1)
     await asyncio.sleep(0.3)
-    await world.streamer.paused.resume(SPEED, "cloud")
-    await world.until(lambda: world.streamer.dead_letters.by_code.get("DEADLINE_EXCEEDED") == 1)
+    await world.assembly.paused.resume(SPEED, "cloud")
+    await world.until(lambda: world.assembly.dead_letters.by_code.get("DEADLINE_EXCEEDED") == 1)
 
 
 async def test_records_that_retention_will_remove_are_reported_before_and_when_it_does(
@@ -375,25 +375,25 @@ async def test_records_that_retention_will_remove_are_reported_before_and_when_i
     world = await make_world(subscriptions=SUBSCRIBED, more="[history]\nabsent_hours = 10\n")
     vehicle, mcu = await world.node("vehicle", "vehicle1"), await world.node("mcu", "mcu1")
     there = await world.hear(mcu, SPEED)
-    await world.streamer.paused.pause(SPEED, "cloud")
+    await world.assembly.paused.pause(SPEED, "cloud")
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(2)])
     await there.expect(2)
-    chunks = list(world.streamer.logs.durable.tail(0))
+    chunks = list(world.assembly.logs.durable.tail(0))
     await vehicle.send(publish(SPEED, "2"))
     await there.expect(3)
     await quiet(world)
-    hour, claims = 3_600_000, world.streamer.claims
+    hour, claims = 3_600_000, world.assembly.claims
     claims.passed(8 * hour, {})
-    assert world.streamer.problems() == []
+    assert world.parts.problems() == []
     claims.passed(hour, {})
-    (problem,) = world.streamer.problems()
+    (problem,) = world.parts.problems()
     assert "1 topics wait for endpoint cloud, paused or undecided: in 1.0 h" in problem
-    (pump,) = [pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable]
+    (pump,) = [pump for pump in world.assembly.pumps if pump.peer.name == "cloud" and pump.log.durable]
     pump._passed(RetentionLoss(0, 3, chunks))  # as the log says it
-    await world.until(lambda: world.streamer.dead_letters.by_code.get("RESOURCE_EXHAUSTED") == 2)
+    await world.until(lambda: world.assembly.dead_letters.by_code.get("RESOURCE_EXHAUSTED") == 2)
     cloud = await world.node("cloud", "cloud")
     speed = await world.hear(cloud, SPEED)
-    await world.streamer.paused.resume(SPEED, "cloud")
+    await world.assembly.paused.resume(SPEED, "cloud")
     await speed.expect(1)
     assert speed.texts == ["2"]
 
@@ -416,13 +416,13 @@ async def test_held_records_that_retention_deletes_are_reported_as_a_range_if_no
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     doors = await world.hear(cloud, DOOR)
-    await world.streamer.paused.pause(SPEED, "cloud")
+    await world.assembly.paused.pause(SPEED, "cloud")
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(4)])
     await vehicle.send_batch([publish(DOOR, str(number)) for number in range(2)])
     await doors.expect(2)
     await quiet(world)
-    (pump,) = [pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable]
-    chunks = list(world.streamer.logs.durable.tail(0)) if is_handed_over else []
+    (pump,) = [pump for pump in world.assembly.pumps if pump.peer.name == "cloud" and pump.log.durable]
+    chunks = list(world.assembly.logs.durable.tail(0)) if is_handed_over else []
     gaps = list[tuple[int, int]]()
     pump.reading.on_gap = lambda after, before, _: gaps.append((after, before))
     pump._passed(RetentionLoss(0, 7, chunks))  # as the log says it
@@ -477,7 +477,7 @@ async def test_nobody_may_unless_the_operator_says_so(make_world: MakeWorld) -> 
             await code_of(call(node, control.PAUSE, wire.PauseRequest(topic=SPEED, peer="cloud")))
             == UCode.PERMISSION_DENIED
         )
-    assert list(world.streamer.paused) == []
+    assert list(world.assembly.paused) == []
 
 
 # -- what is kept of it
@@ -533,10 +533,10 @@ async def test_an_unreadable_file_is_reported_until_the_next_pause(make_world: M
     data.mkdir(parents=True)
     (data / pauses.FILE).write_text('[["not a topic", 5]')
     await world.start()
-    (problem,) = world.streamer.problems()
+    (problem,) = world.parts.problems()
     assert "pause again" in problem
-    await world.streamer.paused.pause(SPEED, "cloud")
-    assert world.streamer.problems() == []
+    await world.assembly.paused.pause(SPEED, "cloud")
+    assert world.parts.problems() == []
     assert json.loads((data / pauses.FILE).read_text()) == [[uris.format(SPEED), "cloud"]]
 
 
@@ -573,7 +573,7 @@ async def test_a_streamer_that_runs_without_its_socket_is_not_worked_around(make
     world = await make_world(subscriptions={})
     folder = world.config.streamer.data_dir
     assert await code_of(asked(folder, "pause", uris.format(SPEED), "cloud")) == UCode.UNAVAILABLE
-    assert list(world.streamer.paused) == []
+    assert list(world.assembly.paused) == []
 
 
 # -- a pump, whatever comes between

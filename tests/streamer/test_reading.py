@@ -225,6 +225,6 @@ async def test_a_running_gateway_shows_what_its_log_has(make_world: MakeWorld, p
     vehicle = await world.node("vehicle", "vehicle1")
     for number in range(5):
         await vehicle.send(publish(SPEED, f"message {number}"))
-    await world.until(lambda: world.streamer.logs.durable.newest_seq >= 5)
+    await world.until(lambda: world.assembly.logs.durable.newest_seq >= 5)
     answer = await world.streamer.operations.answer("messages", {"topic": SPEED, "limit": 3})
     assert [row["payload"] for row in answer["messages"]] == ["message 4", "message 3", "message 2"]

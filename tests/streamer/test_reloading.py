@@ -18,7 +18,10 @@ from campaigns.simulation.network import FaultyNetwork
 from streamer.config import Config, loads
 from streamer.config.changes import appliable, differences, restarts
 from streamer.operating.control import ControlSocket, call
+from streamer.parts.edge import EdgePart
+from streamer.parts.reloading import Reloader
 from tests.streamer.conftest import THREE, MakeWorld, World, publication
+from tests.streamer.conftest import changed as changed
 from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder
@@ -34,10 +37,6 @@ def section(name: str, **keys: Any) -> dict[str, Any]:
     return made | {"settings": {"network": f"reloaded-{name}"}} | keys
 
 
-def changed(config: Config, **sections: Any) -> Config:
-    return Config.model_validate({name: getattr(config, name) for name in config.model_fields_set} | sections)
-
-
 def table(section: BaseModel, keys: dict[str, Any]) -> dict[str, Any]:
     """Returns what is given in a section, with other values of some keys."""
     return section.model_dump(exclude_unset=True) | keys
@@ -50,8 +49,7 @@ def with_endpoint(config: Config, changing: str, **keys: Any) -> Config:
 
 
 async def reload(world: World, config: Config, *, dry_run: bool = False) -> list[str]:
-    world.streamer.reloader.read = lambda: config
-    return [str(one) for one in await world.streamer.reloader.reload(dry_run=dry_run)]
+    return await world.reload(config, dry_run=dry_run)
 
 
 @contextlib.asynccontextmanager
@@ -79,9 +77,9 @@ async def publishing(world: World, topic: str = DOOR) -> AsyncIterator[list[str]
 
 async def test_a_file_that_says_the_same_changes_nothing(make_world: MakeWorld) -> None:
     world = await make_world()
-    transports = [one.transport for one in world.streamer.endpoints]
+    transports = [one.transport for one in world.assembly.endpoints]
     assert await reload(world, world.config) == []
-    assert [one.transport for one in world.streamer.endpoints] == transports
+    assert [one.transport for one in world.assembly.endpoints] == transports
 
 
 async def test_each_difference_is_shown_and_takes_effect(make_world: MakeWorld) -> None:
@@ -107,13 +105,13 @@ async def test_each_difference_is_shown_and_takes_effect(make_world: MakeWorld) 
         "~ egress.retry_max_ms: 20 -> 30",
     ]
     assert await reload(world, new, dry_run=True) == expected
-    assert "diag" not in streamer.endpoints
+    assert "diag" not in streamer.assembly.endpoints
     assert await reload(world, new) == expected
     assert await reload(world, new) == []
-    await world.until(lambda: streamer.networks.is_connected(streamer.endpoints["diag"]))
-    assert streamer.logs.durable.retention_bytes == 77 << 20
-    assert {(one.ingress, one.egress) for one in streamer.rules} == {("vehicle", "diag"), ("vehicle", "cloud")}
-    assert streamer.rules.between("vehicle", "cloud").deny  # type: ignore[union-attr]
+    await world.until(lambda: streamer.assembly.networks.is_connected(streamer.assembly.endpoints["diag"]))
+    assert streamer.assembly.logs.durable.retention_bytes == 77 << 20
+    assert {(one.ingress, one.egress) for one in streamer.assembly.rules} == {("vehicle", "diag"), ("vehicle", "cloud")}
+    assert streamer.assembly.rules.between("vehicle", "cloud").deny  # type: ignore[union-attr]
     assert await reload(world, config) == [
         "- endpoint diag",
         "- rule vehicle -> diag",
@@ -124,8 +122,8 @@ async def test_each_difference_is_shown_and_takes_effect(make_world: MakeWorld) 
         "~ history.retention_mib: 77 -> 1024",
         "~ egress.retry_max_ms: 30 -> 20",
     ]
-    assert "diag" not in streamer.endpoints
-    assert not any("do not fit the disk" in note for note in streamer.notes())
+    assert "diag" not in streamer.assembly.endpoints
+    assert not any("do not fit the disk" in note for note in streamer.parts.notes())
 
 
 async def test_topics_that_are_recorded_from_now_on_are_listened_to(make_world: MakeWorld) -> None:
@@ -133,7 +131,7 @@ async def test_topics_that_are_recorded_from_now_on_are_listened_to(make_world: 
     node = await world.node("vehicle", "vehicle1", 0x9001)
     history = table(world.config.history, {"record": [DOOR]})
     await reload(world, changed(world.config, history=history))
-    log = world.streamer.logs.durable
+    log = world.assembly.logs.durable
 
     async def recorded() -> bool:
         await node.send(publication(DOOR, "x"))
@@ -162,14 +160,14 @@ async def test_an_endpoint_that_changes_under_load_loses_and_doubles_nothing(
     keys = {key: value for key, value in keys.items() if key != "settings"} or {"hold": False}
     cloud = await world.node("cloud", "cloud")
     heard = await world.hear(cloud, uris.uri("*", 0x9001, 1, 0x8001))
-    before = world.streamer.endpoints[name].transport
+    before = world.assembly.endpoints[name].transport
     new = with_endpoint(world.config, name, **keys)
     async with publishing(world) as accepted:
         (shown,) = await reload(world, new)
         assert shown.startswith(f"~ endpoint {name}: {next(iter(keys))}")
         is_opened = "followed_by" not in keys
-        assert (world.streamer.endpoints[name].transport is not before) == is_opened
-        await world.until(lambda: world.streamer.networks.is_connected(world.streamer.endpoints[name]))
+        assert (world.assembly.endpoints[name].transport is not before) == is_opened
+        await world.until(lambda: world.assembly.networks.is_connected(world.assembly.endpoints[name]))
         assert len(await reload(world, world.config)) == 1
     await world.until(lambda: heard.texts[-1:] == accepted[-1:])
     lost_while_closed = name == "vehicle"  # the network of the publisher is the one that is closed
@@ -188,7 +186,7 @@ async def test_an_authority_moves_to_another_endpoint_with_its_backlog_in_the_lo
     async with publishing(world) as accepted:
         await reload(world, changed(world.config, endpoint=ones))
         moved_at = len(accepted)
-        assert streamer.endpoints.owner("cloud") is streamer.endpoints["mcu"]
+        assert streamer.assembly.endpoints.owner("cloud") is streamer.assembly.endpoints["mcu"]
     await world.until(lambda: heard.texts[-1:] == accepted[-1:])
     assert heard.texts[-len(accepted[moved_at:]) :] == accepted[moved_at:]
 
@@ -197,10 +195,10 @@ async def test_an_authority_moves_to_another_endpoint_with_its_backlog_in_the_lo
 async def test_a_renamed_endpoint_gets_what_waits_in_order(make_world: MakeWorld, running: bool) -> None:
     world = await make_world({"vehicle": "", "cloud": "none"}, AT_CLOUD)
     node = await world.node("vehicle", "vehicle1", 0x9001)
-    transport = world.streamer.endpoints["cloud"].transport
+    transport = world.assembly.endpoints["cloud"].transport
     assert isinstance(transport, LocalTransport)
     heard = await world.hear(await world.node("cloud", "cloud"), uris.parse(DOOR))
-    await world.streamer.paused.pause(uris.parse("//vehicle1/9001/1/8002"), "cloud")
+    await world.assembly.paused.pause(uris.parse("//vehicle1/9001/1/8002"), "cloud")
     transport.disconnect()
     for number in range(50):
         await node.send(publication(DOOR, str(number)))
@@ -221,8 +219,8 @@ async def test_a_renamed_endpoint_gets_what_waits_in_order(make_world: MakeWorld
         await world.restart()
     await world.until(lambda: len(heard.texts) == 50)
     assert heard.texts == [str(number) for number in range(50)]
-    assert [one.peer for one in world.streamer.paused] == ["backend"]
-    assert not world.streamer.claims.unclaimed
+    assert [one.peer for one in world.assembly.paused] == ["backend"]
+    assert not world.assembly.claims.unclaimed
     assert await reload(world, new) == []
 
 
@@ -239,12 +237,12 @@ async def test_requests_and_responses_that_wait_for_a_renamed_endpoint_leave_und
     answers_in_cloud = await world.hear(in_cloud, methods[1], callers[1])
     await in_cloud.send(UMessageBuilder.request(callers[1], methods[1], 60_000).build())
     await world.until(lambda: to_vehicle.messages)
-    transport = world.streamer.endpoints["cloud"].transport
+    transport = world.assembly.endpoints["cloud"].transport
     assert isinstance(transport, LocalTransport)
     transport.disconnect()
     await in_vehicle.send(UMessageBuilder.response_for_request(to_vehicle.messages[0].attributes).build())
     await in_vehicle.send(UMessageBuilder.request(callers[0], methods[0], 60_000).build())
-    await world.until(lambda: len(world.streamer.express.queues["cloud"]) == 2)
+    await world.until(lambda: len(world.assembly.express.queues["cloud"]) == 2)
     await reload(world, with_endpoint(world.config, "cloud", name="backend", renamed_from="cloud"))
     await world.until(lambda: to_cloud.messages)
     await in_cloud.send(UMessageBuilder.response_for_request(to_cloud.messages[0].attributes).build())
@@ -269,11 +267,11 @@ async def test_what_needs_a_restart_is_reported_and_the_rest_is_applied(make_wor
     ]
     assert await reload(world, new) == [*restarts, "~ history.retention_mib: 1024 -> 55"]
     assert world.streamer.config.streamer.data_dir == config.streamer.data_dir
-    notes = "\n".join(world.streamer.notes())
+    notes = "\n".join(world.parts.notes())
     assert "history.volatile needs a restart" in notes
     assert await reload(world, new) == restarts
     assert await reload(world, changed(config, history=table(config.history, {"retention_mib": 55}))) == []
-    assert "needs a restart" not in "\n".join(world.streamer.notes())
+    assert "needs a restart" not in "\n".join(world.parts.notes())
 
 
 async def test_another_authority_of_the_streamer_changes_nothing_without_a_restart(make_world: MakeWorld) -> None:
@@ -281,7 +279,7 @@ async def test_another_authority_of_the_streamer_changes_nothing_without_a_resta
     new = with_endpoint(world.config, "vehicle", authorities=["vehicle9"])
     with pytest.raises(UStatusError, match=r"streamer.authority needs a restart, and nothing"):
         await reload(world, new)
-    assert "streamer.authority needs a restart" in "\n".join(world.streamer.notes())
+    assert "streamer.authority needs a restart" in "\n".join(world.parts.notes())
 
 
 async def test_a_mistake_changes_nothing_and_is_noted_until_the_next_reload(make_world: MakeWorld) -> None:
@@ -291,11 +289,13 @@ async def test_a_mistake_changes_nothing_and_is_noted_until_the_next_reload(make
     def read() -> Config:
         return loads("[streamer]\nauthority = 7\n", "vehicle.toml")
 
-    streamer.reloader.read = read
+    streamer.parts.of(Reloader).read = read
     for dry_run in (True, False):
         with pytest.raises(UStatusError, match=r"vehicle.toml:2: streamer.authority"):
-            await streamer.reloader.reload(dry_run=dry_run)
-    assert [one for one in streamer.notes() if one.startswith("the last reload changed nothing") and "toml:2" in one]
+            await streamer.parts.of(Reloader).reload(dry_run=dry_run)
+    assert [
+        one for one in streamer.parts.notes() if one.startswith("the last reload changed nothing") and "toml:2" in one
+    ]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         admin = {"data_dir": world.config.streamer.data_dir, "admin": f"127.0.0.1:{taken.getsockname()[1]}"}
         with pytest.raises(UStatusError, match=r"can't be opened: Address already in use"):
@@ -304,9 +304,9 @@ async def test_a_mistake_changes_nothing_and_is_noted_until_the_next_reload(make
         await reload(world, with_endpoint(world.config, "cloud", settings={"network": 7}))
     assert error.value.code == UCode.INVALID_ARGUMENT
     assert streamer.config == world.config
-    assert ("reloads", ("failed",), 3) in list(streamer.samples())
+    assert ("reloads", ("failed",), 3) in list(streamer.parts.samples())
     await reload(world, world.config)
-    assert not [one for one in streamer.notes() if "reload" in one]
+    assert not [one for one in streamer.parts.notes() if "reload" in one]
 
 
 async def test_the_admin_port_is_opened_closed_and_opened_elsewhere(make_world: MakeWorld) -> None:
@@ -330,9 +330,9 @@ async def test_the_http_edge_serves_after_a_reload(make_world: MakeWorld) -> Non
     world = await make_world({"vehicle": "", "cloud": "none"}, AT_CLOUD)
     edged = changed(world.config, http={"listen": "127.0.0.1:0"})
     assert await reload(world, edged) == ["~ http.listen: none -> 127.0.0.1:0"]
-    assert world.streamer.edge.port
+    assert world.parts.of(EdgePart).edge.port
     assert await reload(world, world.config) == ["~ http.listen: 127.0.0.1:0 -> none"]
-    assert not world.streamer.edge.port
+    assert not world.parts.of(EdgePart).edge.port
 
 
 async def test_the_command_line_reloads(make_world: MakeWorld, tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ async def test_the_command_line_reloads(make_world: MakeWorld, tmp_path: Path) -
     async with ControlSocket(tmp_path, world.streamer.operations):
         with pytest.raises(UStatusError, match="was not started from a file"):
             await asyncio.to_thread(call, tmp_path, "reload")
-        world.streamer.reloader.read = lambda: with_endpoint(world.config, "cloud", hold=False)
+        world.parts.of(Reloader).read = lambda: with_endpoint(world.config, "cloud", hold=False)
         for dry_run in (True, False):
             answer = await asyncio.to_thread(call, tmp_path, "reload", {"dry_run": dry_run})
             assert answer == {"changes": ["~ endpoint cloud: hold True -> False"], "applied": not dry_run}

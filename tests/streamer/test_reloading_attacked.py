@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 
-from streamer import reloading
 from streamer.app import Streamer
 from streamer.commands.check import usable
 from streamer.config import Config, model
 from streamer.config.changes import NAMES
+from streamer.parts import reloading
+from streamer.parts.control import ControlPart
+from streamer.parts.edge import EdgePart
+from streamer.parts.reloading import Reloader
 from tests.streamer.conftest import MakeWorld, endpoints, publication
 from tests.streamer.test_attaching import OBJECTS_MAX, settled_counts
 from tests.streamer.test_reloading import AT_CLOUD, DOOR, changed, publishing, reload, section, table, with_endpoint
@@ -39,15 +42,15 @@ async def test_what_is_paused_stays_paused_under_a_new_name(make_world: MakeWorl
     world = await make_world(TWO, AT_CLOUD)
     node = await world.node("vehicle", "vehicle1", 0x9001)
     heard = await world.hear(await world.node("cloud", "cloud"), uris.parse(DOOR))
-    await world.streamer.paused.pause(uris.parse(DOOR), "cloud")
+    await world.assembly.paused.pause(uris.parse(DOOR), "cloud")
     for number in range(20):
         await node.send(publication(DOOR, str(number)))
-    await world.until(lambda: world.streamer.logs.durable.newest_seq == 20)
+    await world.until(lambda: world.assembly.logs.durable.newest_seq == 20)
     await reload(world, with_endpoint(world.config, "cloud", name="backend", renamed_from="cloud"))
     await node.send(publication(DOOR, "20"))
-    await world.until(lambda: world.streamer.logs.durable.newest_seq == 21)
+    await world.until(lambda: world.assembly.logs.durable.newest_seq == 21)
     assert not heard.texts
-    await world.streamer.paused.resume(uris.parse(DOOR), "backend")
+    await world.assembly.paused.resume(uris.parse(DOOR), "backend")
     await world.until(lambda: len(heard.texts) == 21)
     assert heard.texts == [str(number) for number in range(21)]
 
@@ -56,18 +59,18 @@ async def test_a_full_disk_loses_no_pause_of_a_renamed_endpoint(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = await make_world(TWO, AT_CLOUD)
-    await world.streamer.paused.pause(uris.parse(DOOR), "cloud")
+    await world.assembly.paused.pause(uris.parse(DOOR), "cloud")
 
     def full(_: object) -> None:
         raise UStatusError(UCode.RESOURCE_EXHAUSTED, "the disk is full")
 
-    monkeypatch.setattr(world.streamer.paused._file, "save", full)
+    monkeypatch.setattr(world.assembly.paused._file, "save", full)
     new = with_endpoint(world.config, "cloud", name="backend", renamed_from="cloud")
     await reload(world, new)
-    assert [one.peer for one in world.streamer.paused] == ["backend"]
+    assert [one.peer for one in world.assembly.paused] == ["backend"]
     world.config = new
     await world.restart()
-    assert [one.peer for one in world.streamer.paused] == ["backend"]
+    assert [one.peer for one in world.assembly.paused] == ["backend"]
 
 
 async def test_pauses_that_could_not_be_read_stay_on_disk(make_world: MakeWorld) -> None:
@@ -79,7 +82,7 @@ async def test_pauses_that_could_not_be_read_stay_on_disk(make_world: MakeWorld)
     world.config = with_endpoint(world.config, "cloud", name="backend", renamed_from="cloud")
     await world.start()
     assert file.read_text() == "not a list of pauses"
-    assert world.streamer.paused.trouble
+    assert world.assembly.paused.trouble
 
 
 async def test_reloads_at_once_are_taken_over_one_after_the_other(make_world: MakeWorld) -> None:
@@ -87,11 +90,11 @@ async def test_reloads_at_once_are_taken_over_one_after_the_other(make_world: Ma
     heard = await world.hear(await world.node("cloud", "cloud"), uris.parse(DOOR))
     files = [with_endpoint(world.config, "cloud", hold=hold) for hold in (False, True) * 5]
     waiting = iter(files)
-    world.streamer.reloader.read = lambda: next(waiting)
+    world.parts.of(Reloader).read = lambda: next(waiting)
     async with publishing(world) as accepted:
-        found = await asyncio.gather(*(world.streamer.reloader.reload() for _ in files))
+        found = await asyncio.gather(*(world.parts.of(Reloader).reload() for _ in files))
         assert [len(one) for one in found] == [1] * 10
-        await world.until(lambda: world.streamer.networks.is_connected(world.streamer.endpoints["cloud"]))
+        await world.until(lambda: world.assembly.networks.is_connected(world.assembly.endpoints["cloud"]))
     await world.until(lambda: heard.texts[-1:] == accepted[-1:])
     assert heard.texts == accepted
     assert world.streamer.config == files[-1]
@@ -102,12 +105,12 @@ async def test_a_stop_during_a_reload_ends_and_loses_nothing(make_world: MakeWor
     world = await make_world(TWO, AT_CLOUD)
     heard = await world.hear(await world.node("cloud", "cloud"), uris.parse(DOOR))
     node = await world.node("vehicle", "vehicle1", 0x9001)
-    transport = world.streamer.endpoints["cloud"].transport
+    transport = world.assembly.endpoints["cloud"].transport
     assert isinstance(transport, LocalTransport)
     transport.disconnect()
     for number in range(20):
         await node.send(publication(DOOR, str(number)))
-    await world.until(lambda: world.streamer.logs.durable.newest_seq == 20)
+    await world.until(lambda: world.assembly.logs.durable.newest_seq == 20)
     world.config = with_endpoint(world.config, "cloud", name="backend", renamed_from="cloud")
     reloading = asyncio.create_task(reload(world, world.config))
     for _ in range(steps):
@@ -129,7 +132,7 @@ async def test_who_asked_may_leave(make_world: MakeWorld) -> None:
     await world.until(lambda: world.streamer.config == new)
     asked.cancel()
     await asyncio.wait({asked})
-    await world.until(lambda: world.streamer.networks.is_connected(world.streamer.endpoints["cloud"]))
+    await world.until(lambda: world.assembly.networks.is_connected(world.assembly.endpoints["cloud"]))
     assert await reload(world, new) == []
 
 
@@ -137,7 +140,9 @@ async def test_a_port_that_was_taken_meanwhile_is_given_up_by_the_next_reload(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What still tries to open the port as it was configured before must not disturb the one that is open now."""
-    monkeypatch.setattr(reloading, "_require_free", lambda _: None)
+    monkeypatch.setattr("streamer.parts.edge.require_free", lambda _: None)
+    monkeypatch.setattr("streamer.parts.admin.require_free", lambda _: None)
+    monkeypatch.setattr("streamer.parts.edge.OPEN_WAIT_S", 0.2)
     monkeypatch.setattr(reloading, "OPEN_WAIT_S", 0.2)
     world = await make_world(TWO, AT_CLOUD)
     streamer = world.streamer
@@ -147,13 +152,13 @@ async def test_a_port_that_was_taken_meanwhile_is_given_up_by_the_next_reload(
             world.config, streamer=table(world.config.streamer, {"admin": admin}), http={"listen": listen}
         )
         await reload(world, with_ports)
-        await world.until(lambda: len([one for one in streamer.problems() if "can't be opened" in one]) == 2)
+        await world.until(lambda: len([one for one in streamer.parts.problems() if "can't be opened" in one]) == 2)
     free = changed(
         world.config, streamer=table(world.config.streamer, {"admin": "127.0.0.1:0"}), http={"listen": "127.0.0.1:0"}
     )
     await reload(world, free)
-    await world.until(lambda: streamer.admin.port and streamer.edge.port)
-    assert not [one for one in streamer.problems() if "can't be opened" in one]
+    await world.until(lambda: streamer.admin.port and streamer.parts.of(EdgePart).edge.port)
+    assert not [one for one in streamer.parts.problems() if "can't be opened" in one]
     trying = [one.get_name() for one in asyncio.all_tasks() if one.get_name() in ("HTTP edge", "admin port")]
     assert trying.count("admin port") == 0
     assert trying.count("HTTP edge") <= 1  # the part itself
@@ -204,13 +209,13 @@ async def test_a_bad_file_changes_nothing(make_world: MakeWorld, tmp_path: Path,
     file.write_text(endpoints(TWO).format(n="x"))
     spoil(file)
     streamer, config = world.streamer, world.streamer.config
-    transports = [one.transport for one in streamer.endpoints]
-    streamer.reloader.read = lambda: usable(file)
+    transports = [one.transport for one in streamer.assembly.endpoints]
+    streamer.parts.of(Reloader).read = lambda: usable(file)
     with pytest.raises(UStatusError, match=why):
-        await streamer.reloader.reload()
+        await streamer.parts.of(Reloader).reload()
     assert streamer.config is config
-    assert [one.transport for one in streamer.endpoints] == transports
-    assert [one for one in streamer.notes() if one.startswith("the last reload changed nothing")]
+    assert [one.transport for one in streamer.assembly.endpoints] == transports
+    assert [one for one in streamer.parts.notes() if one.startswith("the last reload changed nothing")]
 
 
 async def test_a_constructor_or_a_read_that_fails_changes_nothing(
@@ -225,12 +230,12 @@ async def test_a_constructor_or_a_read_that_fails_changes_nothing(
     monkeypatch.setattr(LocalTransport, "__init__", broken)
     with pytest.raises(UStatusError, match="boom"):
         await reload(world, with_endpoint(world.config, "cloud", hold=False))
-    streamer.reloader.read = broken  # type: ignore[assignment]
+    streamer.parts.of(Reloader).read = broken  # type: ignore[assignment]
     with pytest.raises(UStatusError, match="the check has failed: ValueError") as error:
-        await streamer.reloader.reload()
+        await streamer.parts.of(Reloader).reload()
     assert error.value.code == UCode.INTERNAL
     assert streamer.config is config
-    assert ("reloads", ("failed",), 2) in list(streamer.samples())
+    assert ("reloads", ("failed",), 2) in list(streamer.parts.samples())
 
 
 # Leaks
@@ -255,9 +260,9 @@ async def test_reloads_there_and_back_leave_nothing_behind(make_world: MakeWorld
     for number in range(60):
         await reload(world, new)
         await reload(world, config)
-        await world.until(lambda: world.streamer.networks.is_connected(world.streamer.endpoints["cloud"]))
+        await world.until(lambda: world.assembly.networks.is_connected(world.assembly.endpoints["cloud"]))
         if number in (10, 59):
-            await world.until(lambda: not world.streamer.edge.port and not world.streamer.admin.port)
+            await world.until(lambda: not world.parts.of(EdgePart).edge.port and not world.streamer.admin.port)
             await world.until(lambda: not [one for one in asyncio.all_tasks() if one.get_name() == "admin port"])
             for _ in range(LOOKS):  # the tasks that ask a silent uSubscription come and go
                 gc.collect()
@@ -275,8 +280,12 @@ async def test_reloads_there_and_back_leave_nothing_behind(make_world: MakeWorld
 
 
 def _remote(streamer: Streamer) -> ServiceInterest:
-    (one,) = (one for one in streamer.interest.sources if isinstance(one, ServiceInterest))
+    (one,) = (one for one in streamer.assembly.interest.sources if isinstance(one, ServiceInterest))
     return one
+
+
+def _of_pumps(streamer: Streamer, value: Callable[[Any], Any]) -> set[Any]:
+    return {value(pump) for pump in streamer.assembly.pumps}
 
 
 RESTART = "a restart"
@@ -297,50 +306,66 @@ SECTIONS: dict[str, dict[str, Effect | str]] = {
         "unprotected": ("", lambda one: True),
     },
     "history": {
-        "record": ([DOOR], lambda one: one.logs.record == tuple(map(uris.parse, [DOOR])) == one.networks._record),
+        "record": (
+            [DOOR],
+            lambda one: one.assembly.logs.record == tuple(map(uris.parse, [DOOR])) == one.assembly.networks._record,
+        ),
         "volatile": RESTART,
         "retention_hours": (
             2,
-            lambda one: one.logs.durable.retention_ms == one.logs.volatile.retention_ms == 7_200_000,
+            lambda one: one.assembly.logs.durable.retention_ms == one.assembly.logs.volatile.retention_ms == 7_200_000,
         ),
-        "retention_mib": (77, lambda one: one.logs.durable.retention_bytes == 77 << 20),
-        "reserve_mib": (3, lambda one: one.runtime.disk.reserve.bytes == 3 << 20),
-        "volatile_mib": (9, lambda one: one.logs.volatile.retention_bytes == 9 << 20),
+        "retention_mib": (77, lambda one: one.assembly.logs.durable.retention_bytes == 77 << 20),
+        "reserve_mib": (3, lambda one: one.assembly.runtime.disk.reserve.bytes == 3 << 20),
+        "volatile_mib": (9, lambda one: one.assembly.logs.volatile.retention_bytes == 9 << 20),
         "gather_ms": (1, lambda one: one.config.history.gather_ms == 1),  # Log.limit has a test of its own
         "absent_hours": (
             1,
             lambda one: (
-                {one.claims.limit_ms, one.handovers.absent_ms_max, *(pump.owned._limit_ms for pump in one.pumps)}
+                {
+                    one.assembly.claims.limit_ms,
+                    one.assembly.handovers.absent_ms_max,
+                    *(pump.owned._limit_ms for pump in one.assembly.pumps),
+                }
                 == {3_600_000}
             ),
         ),
         "acknowledge_after_hours": (1, lambda one: one.config.history.acknowledge_after_ms == 3_600_000),
     },
     "usubscription": {
-        "static_file": (None, lambda one: not one.interest.wants(uris.parse(DOOR))),
+        "static_file": (None, lambda one: not one.assembly.interest.wants(uris.parse(DOOR))),
         "answers_for": RESTART,
-        "reset": ("off", lambda one: getattr(one.usubscription, "may_reset", "") == "off"),
+        "reset": ("off", lambda one: getattr(one.assembly.usubscription, "may_reset", "") == "off"),
         "refresh_s": (7, lambda one: _remote(one).refresh_ms == 7_000),
     },
     "egress": {
         "retry_min_ms": (7, lambda one: {_backoff._min_ms for _backoff in _backoffs(one)} == {7}),
         "retry_max_ms": (77, lambda one: {_backoff._max_ms for _backoff in _backoffs(one)} == {77}),
-        "send_ms_max": (77, lambda one: {endpoint.sends.ms_max for endpoint in one.endpoints} == {77}),
-        "refused_hours": (1, lambda one: {pump.address_holds._limits["refused"] for pump in one.pumps} == {3_600}),
-        "unheard_hours": (1, lambda one: {pump.address_holds._limits["unheard"] for pump in one.pumps} == {3_600}),
-        "messages_per_s": (50, lambda one: {getattr(pump.sender.pace, "per_s", 0) for pump in one.pumps} == {50}),
+        "send_ms_max": (77, lambda one: {endpoint.sends.ms_max for endpoint in one.assembly.endpoints} == {77}),
+        "refused_hours": (
+            1,
+            lambda one: {pump.address_holds._limits["refused"] for pump in one.assembly.pumps} == {3_600},
+        ),
+        "unheard_hours": (
+            1,
+            lambda one: {pump.address_holds._limits["unheard"] for pump in one.assembly.pumps} == {3_600},
+        ),
+        "messages_per_s": (
+            50,
+            lambda one: _of_pumps(one, lambda pump: getattr(pump.sender.pace, "per_s", 0)) == {50},
+        ),
     },
-    "express": {"messages_max": (7, lambda one: one.express.messages_max == 7)},
+    "express": {"messages_max": (7, lambda one: one.assembly.express.messages_max == 7)},
     "limits": {
         "memory_mib": RESTART,
         "message_bytes_max": RESTART,
-        "authority_messages_per_s": (7, lambda one: one.ledger._units_per_s == 7),
+        "authority_messages_per_s": (7, lambda one: one.assembly.ledger._units_per_s == 7),
     },
     "tracing": {
         "otlp": ("http://127.0.0.1:9", lambda one: one.config.tracing.otlp == "http://127.0.0.1:9"),  # test_tracing.py
         **dict.fromkeys(("share", "service_name", "headers_file", "ca_file"), ("", None)),  # they need `otlp`
     },
-    "dispatch": {"control": ([DOOR], lambda one: one.control._allowed == [uris.parse(DOOR)])},
+    "dispatch": {"control": ([DOOR], lambda one: one.parts.of(ControlPart)._control._allowed == [uris.parse(DOOR)])},
 }
 # the HTTP edge is made again of its sections; these need files, or another section
 EDGE = ("http", "grip", "channel", "proxy")
@@ -370,10 +395,10 @@ KEYS = [(section, key) for section, keys in SECTIONS.items() for key in keys]
 def _backoffs(streamer: Streamer) -> list[Any]:
     """Those of pumps and express queues."""
     return [
-        streamer._backoff(),
-        *(pump._backoff for pump in streamer.pumps),
-        *(pump.aside._backoff for pump in streamer.pumps),
-        *(queue._backoff for queue in streamer.express.queues.values()),
+        streamer.assembly._backoff(),
+        *(pump._backoff for pump in streamer.assembly.pumps),
+        *(pump.aside._backoff for pump in streamer.assembly.pumps),
+        *(queue._backoff for queue in streamer.assembly.express.queues.values()),
     ]
 
 
@@ -395,7 +420,7 @@ async def test_a_key_takes_effect_or_needs_a_restart(
 ) -> None:
     world = await make_world({"vehicle": "", "cloud": "remote"}, AT_CLOUD)
     configured: list[tuple[str, str]] = []
-    monkeypatch.setattr("streamer.reloading.logs.configure", lambda *levels: configured.append(levels))
+    monkeypatch.setattr("streamer.parts.control.logs.configure", lambda *levels: configured.append(levels))
     effect, config = SECTIONS[name][key], world.config
     if key == "authority":
         return  # test_reloading.py
@@ -422,7 +447,7 @@ async def test_losses_are_acknowledged_after_the_time_that_is_configured_now(
 ) -> None:
     world = await make_world(TWO, AT_CLOUD)
     asked: list[int] = []
-    losses = world.streamer.logs.durable.losses
+    losses = world.assembly.logs.durable.losses
     monkeypatch.setattr(type(losses), "acknowledge_passing", lambda _, after_ms: [asked.append(after_ms)] * 0)
     history = table(world.config.history, {"acknowledge_after_hours": 2})
     await reload(world, changed(world.config, history=history))
@@ -434,7 +459,7 @@ async def test_losses_are_acknowledged_after_the_time_that_is_configured_now(
 
 async def test_a_static_file_is_read_again_or_replaced(make_world: MakeWorld, tmp_path: Path) -> None:
     world = await make_world(TWO, {})
-    interest, topic = world.streamer.interest, uris.parse(DOOR)
+    interest, topic = world.assembly.interest, uris.parse(DOOR)
     known = world.config.usubscription.static_file
     assert known is not None
     known.write_text(json.dumps(AT_CLOUD))
@@ -460,7 +485,7 @@ async def test_a_static_file_is_read_again_or_replaced(make_world: MakeWorld, tm
 async def test_a_usubscription_that_moves_is_asked_at_one_endpoint(make_world: MakeWorld) -> None:
     """What it has said serves until it answers there, and over a restart."""
     world = await make_world({"vehicle": "", "mcu": "remote", "cloud": "remote"}, {})
-    interest, config = world.streamer.interest, world.config
+    interest, config = world.assembly.interest, world.config
     (said,) = (one for one in interest.sources if one.name == "cloud")
     subscriber = Subscription(uris.parse(DOOR), uris.parse("//cloud/8001/1/0"), Status.SUBSCRIBED)
     said.changed(said.replace([subscriber]))
@@ -471,7 +496,7 @@ async def test_a_usubscription_that_moves_is_asked_at_one_endpoint(make_world: M
     (now,) = (one for one in interest.sources if one.name == "cloud")
     assert now is not said
     assert interest.wants(uris.parse(DOOR))
-    asking = {name: list(one.asking) for name, one in world.streamer.attached.items() if one.asking}
+    asking = {name: list(one.asking) for name, one in world.assembly.attached.items() if one.asking}
     assert asking == {"mcu": ["cloud"], "cloud": ["cloud9"]}
     await reload(world, with_endpoint(moved, "mcu", authorities=["mcu1"]))
     assert not interest.wants(uris.parse(DOOR))

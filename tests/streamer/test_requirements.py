@@ -70,7 +70,7 @@ async def test_an_entity_elsewhere_subscribes_to_the_dead_letter_topic(make_worl
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
     letters = dead_letter.topic("vehicle1")
     heard, published = await world.hear(cloud, letters), await world.hear(vehicle, letters)
-    world.streamer.endpoints["mcu"].transport.disconnect()
+    world.assembly.endpoints["mcu"].transport.disconnect()
 
     async def doom(name: str) -> UMessage:
         doomed = publish(SPEED, name, ttl=50)
@@ -86,7 +86,7 @@ async def test_an_entity_elsewhere_subscribes_to_the_dead_letter_topic(make_worl
         letter = DeadLetter.FromString((await heard.expect(1))[0].payload)
         assert (letter.message, letter.code, letter.endpoint) == (wanted, UCode.DEADLINE_EXCEEDED, "mcu")
         await client.unsubscribe(letters)
-        await world.until(lambda: not world.streamer.interest.wants(letters))
+        await world.until(lambda: not world.assembly.interest.wants(letters))
         await doom("after")
         await client.subscribe(SPEED)
         await vehicle.send(publish(SPEED, "a last one"))
@@ -125,9 +125,9 @@ async def test_what_the_log_must_delete_before_a_peer_is_back_is_a_dead_letter(
     world = await make_world(subscriptions=TO_MCU, more="[history]\nretention_mib = 1\n")
     vehicle, mcu = await world.node("vehicle", "vehicle1"), await world.node("mcu", "mcu1", 0x9001)
     heard = await world.hear(mcu, SPEED)
-    endpoint = world.streamer.endpoints["mcu"]
+    endpoint = world.assembly.endpoints["mcu"]
     endpoint.transport.disconnect()
-    pump = next(pump for pump in world.streamer.pumps if pump.peer.name == "mcu" and pump.log.durable)
+    pump = next(pump for pump in world.assembly.pumps if pump.peer.name == "mcu" and pump.log.durable)
     draw = random.Random(7)
     # not to be compressed much
     sent = [publish(SPEED, f"{number} {draw.randbytes(2_000).hex()}") for number in range(3_000)]
@@ -135,10 +135,10 @@ async def test_what_the_log_must_delete_before_a_peer_is_back_is_a_dead_letter(
         await vehicle.send_batch(sent[begin : begin + 500])
     await world.until(lambda: pump.log.newest_seq == len(sent))
     await retention_rests(world, pump.log)  # what it took once the peer is back would be told one by one again
-    await world.until(lambda: world.streamer.dead_letters.total >= 100 and pump.reading.gaps > 0)
+    await world.until(lambda: world.assembly.dead_letters.total >= 100 and pump.reading.gaps > 0)
     endpoint.transport.reconnect()
     await heard.until(lambda: heard.messages[-1:] == sent[-1:], "the last one")
-    assert world.streamer.dead_letters.by_code == {"RESOURCE_EXHAUSTED": 100}
+    assert world.assembly.dead_letters.by_code == {"RESOURCE_EXHAUSTED": 100}
     await world.stop()
     stored = [
         one.message for one in dead_letter.open_read_only(world.config.streamer.data_dir / "dead-letters.db").read()
@@ -164,14 +164,14 @@ async def test_what_the_network_does_not_take_now_is_sent_again_unchanged_until_
     world = await make_world(subscriptions=TO_CLOUD)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
-    transport = world.streamer.endpoints["cloud"].transport
+    transport = world.assembly.endpoints["cloud"].transport
     picky = Picky(transport, monkeypatch, {b"unsure": [UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED] * 10}, sends=True)
     sent = publish(SPEED, "unsure")
     await vehicle.send(sent)
     await heard.expect(21)
     assert [message.attributes.id for message in heard.messages] == [sent.attributes.id] * 21
     assert picky.tries(b"unsure") == [sent] * 21
-    assert world.streamer.dead_letters.total == 0
+    assert world.assembly.dead_letters.total == 0
 
 
 @pytest.mark.spec("local~l1-send-unsure")
@@ -183,7 +183,7 @@ async def test_what_is_refused_for_good_is_never_sent_again(
     world = await make_world(subscriptions=TO_CLOUD)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard, letters = await world.hear(cloud, SPEED), await world.hear(vehicle, dead_letter.topic("vehicle1"))
-    picky = Picky(world.streamer.endpoints["cloud"].transport, monkeypatch, {b"bad": [code, UCode.OK]})
+    picky = Picky(world.assembly.endpoints["cloud"].transport, monkeypatch, {b"bad": [code, UCode.OK]})
     await vehicle.send_batch([publish(SPEED, "bad"), publish(SPEED, "good")])
     await heard.expect(1)
     letter = DeadLetter.FromString((await letters.expect(1))[0].payload)
@@ -241,7 +241,7 @@ async def test_a_network_whose_topics_need_a_sink_gets_one_for_each_authority_th
     """No other sender gets one, and none arrives for a message that was not reported."""
     wanted = {"//vehicle1/8001/1/8001": ["//cloud/9001/1/0", "//cloud/9002/1/0", "//backup/1/1/0", "//mcu1/9001/1/0"]}
     world = await make_world(TWO_BEHIND_ONE, wanted)
-    transport = world.streamer.endpoints["cloud"].transport
+    transport = world.assembly.endpoints["cloud"].transport
     monkeypatch.setattr(transport, "capabilities", transport.capabilities & ~Capability.PUBLISH_WITHOUT_SINK)
     vehicle, cloud, mcu = (
         await world.node("vehicle", "vehicle1"),

@@ -31,9 +31,9 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 async def test_a_retention_that_does_not_fit_is_a_note(make_world: MakeWorld) -> None:
     world = await make_world(more="[history]\nretention_mib = 1_000_000_000_000\nreserve_mib = 1\n")
-    (note,) = (note for note in world.streamer.notes() if "retention_mib" in note)
+    (note,) = (note for note in world.parts.notes() if "retention_mib" in note)
     assert "do not fit the disk" in note
-    assert world.streamer.problems() == []
+    assert world.parts.problems() == []
 
 
 @pytest.mark.parametrize("mib", [0, 2])
@@ -47,10 +47,10 @@ async def test_a_reserve_that_was_given_up_is_a_note_until_it_is_there_again(mak
     world = await make_world(more="[history]\nreserve_mib = 1\n")
 
     def is_reported() -> bool:
-        return any("its reserve of 1 MiB was given up" in note for note in world.streamer.notes())
+        return any("its reserve of 1 MiB was given up" in note for note in world.parts.notes())
 
     assert not is_reported()
-    reserve = world.streamer.runtime.disk.reserve
+    reserve = world.assembly.runtime.disk.reserve
     assert reserve.give_up()
     assert is_reported()
     await world.until(lambda: not is_reported())
@@ -60,7 +60,7 @@ async def test_a_reserve_that_was_given_up_is_a_note_until_it_is_there_again(mak
 async def test_all_works_on_a_disk_that_was_filled(small: Path, make_world: MakeWorld) -> None:
     """By more messages than it holds, and then by another program."""
     world = await make_world(subscriptions={TOPIC: ["//cloud/9000/1/0"]}, more=f"[history]\n{RECORD}")
-    log, sender = world.streamer.logs.durable, await world.node("vehicle", "vehicle1")
+    log, sender = world.assembly.logs.durable, await world.node("vehicle", "vehicle1")
     cloud = await world.hear(await world.node("cloud", "cloud"), uris.parse(TOPIC))
     great = UPayload(bytes(GREAT), 5)
 
@@ -74,12 +74,12 @@ async def test_all_works_on_a_disk_that_was_filled(small: Path, make_world: Make
     await publish(great_ones)
     await world.until(lambda: len(cloud.messages) == great_ones)
     assert log.floor_seq > 0
-    assert world.streamer.problems() == []
+    assert world.parts.problems() == []
     filler = RealSmallDisk(small).fill()
     await world.restart()
-    assert world.streamer.problems() == []
-    world.streamer.dead_letters.add(publication(TOPIC), UCode.UNAVAILABLE, "away", "cloud")
+    assert world.parts.problems() == []
+    world.assembly.dead_letters.add(publication(TOPIC), UCode.UNAVAILABLE, "away", "cloud")
     await publish(20)
     await world.until(lambda: len(cloud.messages) == great_ones + 20)
-    assert world.streamer.problems() == []
+    assert world.parts.problems() == []
     filler.end()

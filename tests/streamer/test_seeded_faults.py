@@ -123,4 +123,4 @@ async def test_what_was_acknowledged_arrives_in_order(
             lambda hearer=heard[name], count=count: sum(map(len, unique(hearer.messages).values())) >= count
         )
         assert unique(heard[name].messages) == full, f"seed {seed}, {name}"
-    assert world.streamer.dead_letters.total == 0
+    assert world.assembly.dead_letters.total == 0

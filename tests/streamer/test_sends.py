@@ -173,7 +173,7 @@ async def _world(make_world: MakeWorld) -> tuple[World, Hearer, Callable[..., An
 
 
 def transport_of(world: World, endpoint: str = "cloud") -> LocalTransport:
-    transport = world.streamer.endpoints[endpoint].transport
+    transport = world.assembly.endpoints[endpoint].transport
     assert isinstance(transport, LocalTransport)
     return transport
 
@@ -184,7 +184,7 @@ def hang(world: World, when: Any) -> None:
 
 
 def is_stalled(world: World) -> bool:
-    return any("does not return from sending" in problem for problem in world.streamer.problems())
+    return any("does not return from sending" in problem for problem in world.parts.problems())
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -192,13 +192,13 @@ async def test_a_stalled_transport_is_reopened_and_nothing_is_lost(make_world: M
     world, hearer, publish = await _world(make_world)
     hang(world, when)
     await publish("1", "2", "3")
-    await world.until(lambda: world.streamer.endpoints["cloud"].sends.hangs)
+    await world.until(lambda: world.assembly.endpoints["cloud"].sends.hangs)
     await publish("4")
     await world.until(lambda: "4" in hearer.texts)
     heard = list(dict.fromkeys(hearer.texts))  # what hung after it was sent is sent twice
     assert heard == ["1", "2", "3", "4"]
-    await world.until(lambda: not world.streamer.problems())
-    assert world.streamer.endpoints["cloud"].sends.hangs == 1
+    await world.until(lambda: not world.parts.problems())
+    assert world.assembly.endpoints["cloud"].sends.hangs == 1
 
 
 async def test_a_transport_is_notified_once_per_opening_that_all_is_registered(
@@ -209,7 +209,7 @@ async def test_a_transport_is_notified_once_per_opening_that_all_is_registered(
     world, hearer, publish = await _world(make_world)
     cloud = transport_of(world)
     await world.until(lambda: notified.count(cloud) == 1)
-    await world.streamer.networks.listen()
+    await world.assembly.networks.listen()
     assert notified.count(cloud) == 1
     hang(world, "before")
     await publish("1")
@@ -232,7 +232,7 @@ async def test_its_listeners_hear_again(make_world: MakeWorld) -> None:
     cloud.close = forget  # type: ignore[method-assign]
     hang(world, "before")
     await publish("1")
-    await world.until(lambda: "1" in hearer.texts and not world.streamer.problems())
+    await world.until(lambda: "1" in hearer.texts and not world.parts.problems())
     notice = UMessageBuilder.notification(uris.parse("//cloud/9001/1/8001"), uris.parse("//mcu1/8001/1/0")).build()
     assert heard.messages == []
     await speaker.send(notice)
@@ -257,7 +257,7 @@ async def test_a_transport_that_stalls_for_ever_is_always_reported_and_delays_no
 
     monkeypatch.setattr(cloud, "send_batch", never)
     monkeypatch.setattr(cloud, "close", never)
-    sends = world.streamer.endpoints["cloud"].sends
+    sends = world.assembly.endpoints["cloud"].sends
     for number in range(20):
         await vehicle.send(UMessageBuilder.publish(TOPIC).build_from_upayload(text(str(number))))
     await world.until(lambda: len(hearer.texts) == 20)

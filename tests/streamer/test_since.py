@@ -52,7 +52,7 @@ class Car:
         messages = [self._publish(SPEED, str(len(self.sent) + number)) for number in range(count)]
         self.sent += messages
         await self._vehicle.send_batch(messages)
-        await self.world.until(lambda: self.world.streamer.logs.durable.newest_seq >= len(self.sent))
+        await self.world.until(lambda: self.world.assembly.logs.durable.newest_seq >= len(self.sent))
 
 
 @pytest.fixture

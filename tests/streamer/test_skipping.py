@@ -45,7 +45,7 @@ def texts(first: int, end: int) -> list[str]:
 
 
 def pumps_of(world: World) -> list[Any]:
-    return [pump for pump in world.streamer.pumps if pump.peer.name == "cloud"]
+    return [pump for pump in world.assembly.pumps if pump.peer.name == "cloud"]
 
 
 async def later(world: World) -> int:
@@ -57,7 +57,7 @@ async def later(world: World) -> int:
 
 async def send(world: World, node: Any, publish: Publish, first: int, end: int) -> None:
     """And wait until the log has them."""
-    log = world.streamer.logs.durable
+    log = world.assembly.logs.durable
     for number in range(first, end):
         await node.send_batch([publish(SPEED, str(number)), publish(DOOR, str(number))])
 
@@ -73,19 +73,19 @@ async def skip(world: World, **given: Any) -> dict[str, Any]:
 
 
 async def paused(world: World) -> None:
-    await world.streamer.paused.pause(uris.ANY, "cloud")
+    await world.assembly.paused.pause(uris.ANY, "cloud")
 
 
 async def resumed(world: World) -> None:
-    await world.streamer.paused.resume(uris.ANY, "cloud")
+    await world.assembly.paused.resume(uris.ANY, "cloud")
 
 
 async def away(world: World) -> None:
-    world.streamer.endpoints["cloud"].transport.disconnect()
+    world.assembly.endpoints["cloud"].transport.disconnect()
 
 
 async def back(world: World) -> None:
-    world.streamer.endpoints["cloud"].transport.reconnect()
+    world.assembly.endpoints["cloud"].transport.reconnect()
 
 
 async def refused(world: World) -> None:
@@ -124,7 +124,7 @@ async def test_what_waits_up_to_a_time_is_not_sent(
     assert not gaps
     answer = await skip(world, to_ms=to_ms)
     assert answer["logs"][0] == tried
-    assert world.streamer.endpoints["cloud"].dropped["skipped"] == tried["records"]
+    assert world.assembly.endpoints["cloud"].dropped["skipped"] == tried["records"]
     ((endpoint, gap),) = gaps
     assert (endpoint, gap.reason) == ("cloud", Gap.REASON_SKIPPED)
     assert (gap.after_seq, gap.before_seq) == (tried["after"], tried["to"] + 1)
@@ -137,7 +137,7 @@ async def test_what_waits_up_to_a_time_is_not_sent(
     await door.until(lambda: "39" in door.texts, "the last one")
     assert list(dict.fromkeys(speed.texts)) == list(dict.fromkeys(door.texts)) == texts(0, 10) + texts(end_s_to, 40)
     await world.until(lambda: not durable.backlog and not durable.topic_holds and not durable.address_holds)
-    assert not world.streamer.dead_letters.total
+    assert not world.assembly.dead_letters.total
 
 
 async def test_a_restart_does_not_bring_back_what_was_skipped(

@@ -117,8 +117,8 @@ async def test_a_message_reaches_earlier_subscribers_as_soon_as_its_network_is_o
         await sending
         await heard.expect(sent)
         assert heard.texts == [str(number) for number in range(sent)]
-        assert "endpoint mcu: its network is being opened" in world.streamer.problems()
-        assert not world.streamer.ready.is_set(), "the stalled network is being waited for"
+        assert "endpoint mcu: its network is being opened" in world.parts.problems()
+        assert not world.assembly.ready.is_set(), "the stalled network is being waited for"
         world.streamer.stop()
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
@@ -136,8 +136,8 @@ async def test_a_network_that_stalls_while_listening_delays_no_other(
         await register(self, source, listener, sink)
 
     monkeypatch.setattr(LocalTransport, "register_listener", hanging)
-    monkeypatch.setattr("streamer.app.OPEN_WAIT_S", 0.05)
-    monkeypatch.setattr("streamer.app.INTEREST_WAIT_S", 0.05)
+    monkeypatch.setattr("streamer.parts.endpoints.NETWORKS_WAIT_S", 0.05)
+    monkeypatch.setattr("streamer.parts.endpoints.INTEREST_WAIT_S", 0.05)
     world = await make_world(EMBEDDED, SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
     speed, other = await world.hear(cloud, SPEED), await world.hear(cloud, OTHER)
@@ -145,8 +145,8 @@ async def test_a_network_that_stalls_while_listening_delays_no_other(
     await speed.expect(1)
     path = world.config.usubscription.static_file
     path.write_text(json.dumps(SUBSCRIBED | {"//vehicle1/8001/1/8002": ["//cloud/9001/1/0"]}))
-    await world.streamer.interest.refresh()
-    filters = world.streamer.networks["vehicle"].filters
+    await world.assembly.interest.refresh()
+    filters = world.assembly.networks["vehicle"].filters
     await world.until(lambda: (uris.key(OTHER), None) in set(filters))
     await vehicle.send(publish(OTHER, "1"))
     await other.expect(1)
@@ -171,7 +171,7 @@ async def test_a_call_to_a_service_inside_that_has_not_started_is_to_be_tried_ag
     monkeypatch.setattr(USubscriptionService, "start", late)
     starting = starts(world)
     await world.until(
-        lambda: world.streamer is not None and world.streamer.networks.is_connected(world.streamer.endpoints["mcu"])
+        lambda: world.streamer is not None and world.assembly.networks.is_connected(world.assembly.endpoints["mcu"])
     )
     rpc = InMemoryRpcClient(mcu, mcu.local)
     await rpc.open()
@@ -208,12 +208,12 @@ async def test_a_topic_that_nobody_wants_any_more_when_the_network_is_open_is_no
 
     with opened(monkeypatch, {"vehicle1": waits}):
         starting = starts(world)
-        await world.until(lambda: world.streamer is not None and world.streamer.endpoints["vehicle"].connected)
-        transport = world.streamer.endpoints["vehicle"].transport
+        await world.until(lambda: world.streamer is not None and world.assembly.endpoints["vehicle"].connected)
+        transport = world.assembly.endpoints["vehicle"].transport
         sources = {uris.key(one.source) for one in transport.listeners.filters}
         assert uris.key(SPEED) in sources
         world.config.usubscription.static_file.write_text("{}")
-        await world.streamer.interest.refresh()
+        await world.assembly.interest.refresh()
         go_on.set()
         await starting
     assert uris.key(SPEED) not in {uris.key(one.source) for one in transport.listeners.filters}
@@ -238,10 +238,10 @@ async def test_who_subscribes_waits_for_a_network_that_is_being_opened(
 
     with opened(monkeypatch, {"vehicle1": waits}):
         starting = starts(world)
-        await world.until(lambda: world.streamer is not None and world.streamer.hosted.unserved.is_settled)
+        await world.until(lambda: world.streamer is not None and world.assembly.hosted.unserved.is_settled)
         async with USubscriptionClient(cloud, cloud.local, "vehicle1") as client:
             subscribing = asyncio.create_task(client.subscribe(SPEED))
-            await world.until(lambda: world.streamer.interest.wants(SPEED))
+            await world.until(lambda: world.assembly.interest.wants(SPEED))
             if not hung:
                 assert not subscribing.done()
                 go_on.set()
@@ -259,7 +259,7 @@ async def test_a_subscriber_waits_for_a_network_that_was_just_lost_unless_others
     """When the last client of a Zenoh router leaves, no client is left that needs our filters."""
     world = await make_world(EMBEDDED, {})
     cloud = await world.node("cloud", "cloud", 0x9001)
-    transport = world.streamer.endpoints["mcu"].transport
+    transport = world.assembly.endpoints["mcu"].transport
     monkeypatch.setattr(transport, "only_listens", only_listens, raising=False)
     monkeypatch.setattr(networks, "BACK_SOON_S", 0.3)
     transport.disconnect()
@@ -275,7 +275,7 @@ def absent_s(world: Any, endpoint: str) -> float:
 
     from streamer.operating import metrics
 
-    for family in text_string_to_metric_families(metrics.expose(world.streamer.samples).decode()):
+    for family in text_string_to_metric_families(metrics.expose(world.parts.samples).decode()):
         for sample in family.samples:
             if sample.name == "up_streamer_absent_seconds" and sample.labels == {
                 "endpoint": endpoint,
@@ -293,14 +293,14 @@ async def test_the_metric_of_an_absence_is_that_of_the_moment_of_the_scrape(
     loop = asyncio.get_running_loop()
     now = loop.time()
     monkeypatch.setattr(loop, "time", lambda: now)
-    transport = world.streamer.endpoints["cloud"].transport
+    transport = world.assembly.endpoints["cloud"].transport
     assert absent_s(world, "cloud") == 0
     transport.disconnect()
     assert absent_s(world, "cloud") == 0
     now += 7
     assert absent_s(world, "cloud") == absent_s(world, "cloud") == pytest.approx(7, abs=0.01)
     now += 600
-    world.streamer.claims.passed(607_000, {"cloud": 607_000})  # as it is saved
+    world.assembly.claims.passed(607_000, {"cloud": 607_000})  # as it is saved
     now += 3
     assert absent_s(world, "cloud") == pytest.approx(610, abs=0.01)
     assert absent_s(world, "mcu") == 0

@@ -19,6 +19,7 @@ from streamer import app as apps
 from streamer.config import loads
 from streamer.operating import metrics, states
 from streamer.operating.states import DEGRADED, NOT_READY, READY, Clocks, States
+from streamer.parts.readiness import Readiness
 from streamer.reporting import Condition
 from streamer.walk.endpoint import Endpoint
 from tools.broker import Broker
@@ -131,10 +132,10 @@ async def test_readyz_names_the_endpoint_whose_network_is_away_and_since_when(ma
     assert (status, answer["status"], answer["problems"]) == (200, READY, [])
     assert {one["state"] for one in (answer["streamer"], *answer["endpoints"].values())} == {READY}
     before = uuids.now_ms()
-    transport = world.streamer.endpoints["cloud"].transport
+    transport = world.assembly.endpoints["cloud"].transport
     with structlog.testing.capture_logs() as lines:
         transport.disconnect()
-        await world.until(lambda: world.streamer.states["cloud"].name == NOT_READY)
+        await world.until(lambda: world.parts.of(Readiness).states["cloud"].name == NOT_READY)
         assert changes(lines) == [("cloud", READY, NOT_READY)]
         status, answer = await asyncio.to_thread(readyz, port)
         assert (status, answer["status"]) == (503, NOT_READY)
@@ -142,15 +143,15 @@ async def test_readyz_names_the_endpoint_whose_network_is_away_and_since_when(ma
         cloud = answer["endpoints"]["cloud"]
         assert cloud["reason"] == "its network is away"
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", cloud["since"])
-        assert before <= world.streamer.states["cloud"].since_ms <= uuids.now_ms()
+        assert before <= world.parts.of(Readiness).states["cloud"].since_ms <= uuids.now_ms()
         assert answer["endpoints"]["vehicle"]["state"] == answer["streamer"]["state"] == READY
-        text = metrics.expose(world.streamer.samples).decode()
+        text = metrics.expose(world.parts.samples).decode()
         assert 'up_streamer_endpoint_state{endpoint="cloud",state="not_ready"} 1.0' in text
         assert 'up_streamer_endpoint_state{endpoint="cloud",state="ready"} 0.0' in text
         assert 'up_streamer_endpoint_state{endpoint="vehicle",state="ready"} 1.0' in text
         assert "up_streamer_ready 0.0" in text
         transport.reconnect()
-        await world.until(lambda: world.streamer.states["cloud"].name == READY)
+        await world.until(lambda: world.parts.of(Readiness).states["cloud"].name == READY)
         assert changes(lines)[1:] == [("cloud", NOT_READY, READY)]
     status, answer = await asyncio.to_thread(readyz, port)
     assert (status, answer["status"]) == (200, READY)
@@ -166,10 +167,10 @@ async def test_a_trouble_of_one_filter_is_degraded_and_a_fault_of_a_plugin_is_no
     assert (status, answer["status"]) == (200, DEGRADED)
     assert answer["endpoints"]["cloud"]["reason"] == "the broker refuses one filter"
     assert "endpoint cloud: the broker refuses one filter" in answer["problems"]
-    text = metrics.expose(world.streamer.samples).decode()
+    text = metrics.expose(world.parts.samples).decode()
     assert "up_streamer_ready 1.0" in text
     assert 'up_streamer_state{state="degraded"} 1.0' in text
-    world.streamer.endpoints["cloud"].fault = "its transport has a fault: it raised"
+    world.assembly.endpoints["cloud"].fault = "its transport has a fault: it raised"
     status, answer = await asyncio.to_thread(readyz, port)
     assert (status, answer["endpoints"]["cloud"]["state"]) == (503, NOT_READY)
     assert answer["endpoints"]["vehicle"]["state"] == DEGRADED
@@ -198,15 +199,15 @@ async def test_why_a_broker_is_away_is_the_reason(tmp_path: Path, make_broker: C
 
     async def until(name: str, text: str) -> None:
         async with asyncio.timeout(WAIT_S):
-            while text not in streamer.states[name].reason:  # noqa: ASYNC110 - any state may be asked for
+            while text not in streamer.parts.of(Readiness).states[name].reason:  # noqa: ASYNC110 - any state may be asked for
                 await asyncio.sleep(0.01)
-        assert streamer.states[name].name == NOT_READY
+        assert streamer.parts.of(Readiness).states[name].name == NOT_READY
 
     await until("closed", "no connection to the broker")
-    assert str(nobody) in streamer.states["closed"].reason
+    assert str(nobody) in streamer.parts.of(Readiness).states["closed"].reason
     await until("strict", "refuses the login")
     async with asyncio.timeout(WAIT_S):
-        while streamer.states["home"].name != READY:  # noqa: ASYNC110
+        while streamer.parts.of(Readiness).states["home"].name != READY:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     broker.stop()
     await until("home", "its network is away: the connection to the broker")
@@ -220,13 +221,15 @@ async def test_why_a_broker_is_away_is_the_reason(tmp_path: Path, make_broker: C
 async def test_a_lost_session_is_degraded_over_restarts_and_ends_by_itself(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(apps, "LOOK_S", 0.01)
+    monkeypatch.setattr("streamer.parts.readiness.LOOK_S", 0.01)
+    monkeypatch.setattr("streamer.parts.storage.CHECK_S", 0.01)
+    monkeypatch.setattr("streamer.parts.senders.LOOK_S", 0.01)
     world = await with_admin(
         make_world, {"vehicle": "", "cloud": "none"}, more="[history]\nacknowledge_after_hours = 2\n"
     )
     lost = "the broker has not resumed the session"
-    world.streamer.losses.network_lost(world.streamer.endpoints["cloud"], lost, None)
-    await world.streamer.logs.durable.saved()
+    world.assembly.losses.network_lost(world.assembly.endpoints["cloud"], lost, None)
+    await world.assembly.logs.durable.saved()
     await world.restart()
     status, answer = await asyncio.to_thread(readyz, world.streamer.admin.port)
     assert (status, answer["status"], answer["endpoints"]["cloud"]["state"]) == (200, DEGRADED, DEGRADED)
@@ -234,30 +237,32 @@ async def test_a_lost_session_is_degraded_over_restarts_and_ends_by_itself(
     assert "2 h" in answer["endpoints"]["cloud"]["reason"]
     assert answer["endpoints"]["vehicle"]["state"] == answer["streamer"]["state"] == READY
     now_ms = uuids.now_ms()
-    log = world.streamer.logs.durable
+    log = world.assembly.logs.durable
     monkeypatch.setattr(log.losses, "_now_ms", lambda: now_ms + 2 * HOUR_MS)
-    await world.until(lambda: world.streamer.states["cloud"].name == READY)
+    await world.until(lambda: world.parts.of(Readiness).states["cloud"].name == READY)
     assert log.damage == []
     await log.saved()
     await world.restart()
-    assert world.streamer.problems() == []
+    assert world.parts.problems() == []
 
 
 async def test_a_lost_session_waits_for_a_person_if_it_is_set_so(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(apps, "LOOK_S", 0.01)
+    monkeypatch.setattr("streamer.parts.readiness.LOOK_S", 0.01)
+    monkeypatch.setattr("streamer.parts.storage.CHECK_S", 0.01)
+    monkeypatch.setattr("streamer.parts.senders.LOOK_S", 0.01)
     world = await make_world({"vehicle": "", "cloud": "none"}, more="[history]\nacknowledge_after_hours = 0\n")
-    world.streamer.losses.network_lost(world.streamer.endpoints["cloud"], "the session is lost", None)
-    log, now_ms = world.streamer.logs.durable, uuids.now_ms()
+    world.assembly.losses.network_lost(world.assembly.endpoints["cloud"], "the session is lost", None)
+    log, now_ms = world.assembly.logs.durable, uuids.now_ms()
     monkeypatch.setattr(log.losses, "_now_ms", lambda: now_ms + 100_000 * HOUR_MS)
     looks = itertools.count()
-    monkeypatch.setattr(world.streamer.states, "look", lambda: next(looks))
+    monkeypatch.setattr(world.parts.of(Readiness).states, "look", lambda: next(looks))
     await world.until(lambda: next(looks) > 5)
-    (problem,) = world.streamer.problems()
+    (problem,) = world.parts.problems()
     assert "nobody has acknowledged" in problem
     log.losses.acknowledge()
-    assert world.streamer.problems() == []
+    assert world.parts.problems() == []
 
 
 # Clocks that are apart
@@ -317,21 +322,23 @@ def test_messages_that_come_encoded_count_alike(end: tuple[LocalTransport, Clock
 async def test_calls_through_a_gateway_whose_clock_is_fast_are_reported(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(apps, "LOOK_S", 0.01)
+    monkeypatch.setattr("streamer.parts.readiness.LOOK_S", 0.01)
+    monkeypatch.setattr("streamer.parts.storage.CHECK_S", 0.01)
+    monkeypatch.setattr("streamer.parts.senders.LOOK_S", 0.01)
     world = await with_admin(make_world, {"vehicle": "", "cloud": "none"})
     caller = await world.node("vehicle", "vehicle1")
     to = uris.parse("up://cloud/8002/1/1")
     reply_to = uris.parse("up://vehicle1/8001/1/0")
-    for endpoint in world.streamer.endpoints:
+    for endpoint in world.assembly.endpoints:
         monkeypatch.setattr(endpoint.transport.listeners, "_now_ms", lambda: uuids.now_ms() + 90_000)
     for _ in range(states.MESSAGES_MIN):
         await caller.send(UMessageBuilder.request(reply_to, to, 5_000).build())
-    await world.until(lambda: world.streamer.states["vehicle"].name == DEGRADED)
+    await world.until(lambda: world.parts.of(Readiness).states["vehicle"].name == DEGRADED)
     status, answer = await asyncio.to_thread(readyz, world.streamer.admin.port)
     assert (status, answer["status"]) == (200, DEGRADED)
     assert "90." in answer["endpoints"]["vehicle"]["reason"]
     assert answer["endpoints"]["cloud"]["state"] == READY
-    assert world.streamer.endpoints["vehicle"].all_dropped["expired"] == states.MESSAGES_MIN
+    assert world.assembly.endpoints["vehicle"].all_dropped["expired"] == states.MESSAGES_MIN
 
 
 async def test_a_start_and_a_stop_log_no_state_that_a_person_should_look_at(make_world: MakeWorld) -> None:
@@ -347,7 +354,11 @@ async def test_a_sender_whose_clock_is_a_day_ahead_is_reported_until_it_is_right
     world = await make_world(more='[history]\nrecord = ["//vehicle1/FFFF/FF/FFFF"]\n')
     vehicle = await world.node("vehicle", "vehicle1")
     await vehicle.send(with_ttl(-30_000))
-    log, senders, owner = world.streamer.logs.durable, states.FastSenders(), world.streamer.endpoints.owner
+    log, senders, owner = (
+        world.assembly.logs.durable,
+        states.FastSenders(),
+        world.assembly.endpoints.owner,
+    )
     await world.until(lambda: log.newest_seq == 1)
     senders.look(log, uuids.now_ms(), 100.0)
     assert list(senders.conditions(owner)) == []

@@ -22,7 +22,8 @@ from streamer.durations import Durations
 from streamer.egress import holds
 from streamer.operating import control, metrics
 from streamer.operating.meters import STEP_S, WINDOW_S, Meter
-from streamer.operating.status import StreamerStatus
+from streamer.parts.readiness import Readiness
+from streamer.parts.status import StreamerStatus
 from streamer.reporting import build
 from tests.streamer.conftest import Hearer, MakeWorld, World
 from transports.local import LocalTransport
@@ -59,7 +60,7 @@ def of(answer: dict[str, Any], name: str) -> dict[str, Any]:
 
 def samples(world: World) -> dict[tuple[str, tuple[str, ...]], float]:
     """By name and values of the labels, in the order of their names."""
-    text = metrics.expose(world.streamer.samples).decode()
+    text = metrics.expose(world.parts.samples).decode()
     return {
         (one.name.removeprefix("up_streamer_"), tuple(value for _, value in sorted(one.labels.items()))): one.value
         for family in text_string_to_metric_families(text)
@@ -74,13 +75,13 @@ async def crossing(make_world: MakeWorld, publish: Publish, count: int, **option
     heard = await world.hear(cloud, SPEED)
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(count)])
     await heard.until(lambda: len(heard.messages) == count, f"{count} messages")
-    await world.until(lambda: world.streamer.endpoints["cloud"].forwarded == count)
+    await world.until(lambda: world.assembly.endpoints["cloud"].forwarded == count)
     return world, vehicle, heard
 
 
 def cut_off(world: World) -> None:
     """Disconnects the streamer from the cloud."""
-    transport = world.streamer.endpoints["cloud"].transport
+    transport = world.assembly.endpoints["cloud"].transport
     assert isinstance(transport, LocalTransport)
     world.networks["cloud"].cut(transport.authority)
 
@@ -127,7 +128,7 @@ async def test_requests_and_their_answers_are_flows_too(make_world: MakeWorld) -
         UMessageBuilder.request(uris.parse("//vehicle1/8001/1/0"), uris.parse("//cloud/8002/1/1"), 5_000).build()
     )
     await heard.until(lambda: heard.messages, "the request")
-    await world.until(lambda: world.streamer.endpoints["cloud"].forwarded)
+    await world.until(lambda: world.assembly.endpoints["cloud"].forwarded)
     flows = {(one["from"], one["to"]): one["forwarded"] for one in (await status_of(world))["flows"]}
     assert flows["vehicle", "cloud"] == 1
 
@@ -137,10 +138,10 @@ async def test_a_peer_that_is_away_lags_by_the_age_of_the_first_record_it_lacks(
 ) -> None:
     world, vehicle, heard = await crossing(make_world, publish, 5)
     cut_off(world)
-    await world.until(lambda: world.streamer.states["cloud"].name == "not ready")
+    await world.until(lambda: world.parts.of(Readiness).states["cloud"].name == "not ready")
     before_ms = uuids.now_ms()
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(5, 12)])
-    await world.until(lambda: world.streamer.logs.durable.newest_seq == 12)
+    await world.until(lambda: world.assembly.logs.durable.newest_seq == 12)
     answer = await status_of(world)
     cloud = of(answer, "cloud")
     assert (answer["state"], answer["reason"]) == ("not ready", "endpoint cloud: its network is away")
@@ -149,29 +150,29 @@ async def test_a_peer_that_is_away_lags_by_the_age_of_the_first_record_it_lacks(
     assert now["lag_seconds", ("cloud", "durable")] <= (uuids.now_ms() - before_ms) / 1000
     assert now["backlog", ("cloud", "durable")] == 7
     ahead_ms = uuids.now_ms() + 90_000
-    world.streamer.meters._now_ms = lambda: ahead_ms
+    world.parts.of(Readiness).meters._now_ms = lambda: ahead_ms
     assert of(await status_of(world), "cloud")["lag_s"] == pytest.approx(90, abs=5)
     assert samples(world)["lag_seconds", ("cloud", "durable")] == pytest.approx(90, abs=5)
     mend(world)
     await heard.until(lambda: len(heard.messages) == 12, "what has waited")
-    await world.until(lambda: not world.streamer.attached["cloud"].pumps[0].backlog)
+    await world.until(lambda: not world.assembly.attached["cloud"].pumps[0].backlog)
     assert of(await status_of(world), "cloud")["lag_s"] == 0
 
 
 async def test_the_age_of_a_record_that_is_only_on_disk_is_read_there(make_world: MakeWorld, publish: Publish) -> None:
     world, vehicle, _ = await crossing(make_world, publish, 3)
     cut_off(world)
-    await world.until(lambda: not world.streamer.networks.is_connected(world.streamer.endpoints["cloud"]))
+    await world.until(lambda: not world.assembly.networks.is_connected(world.assembly.endpoints["cloud"]))
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(3)])
-    await world.until(lambda: world.streamer.logs.durable.newest_seq == 6)
+    await world.until(lambda: world.assembly.logs.durable.newest_seq == 6)
     await world.restart()
-    log, pump = world.streamer.logs.durable, world.streamer.attached["cloud"].pumps[0]
+    log, pump = world.assembly.logs.durable, world.assembly.attached["cloud"].pumps[0]
     await world.until(lambda: pump.backlog)
     assert log.tail(pump.cursor) is None
-    await world.streamer.meters.look()
+    await world.parts.of(Readiness).meters.look()
     ahead_ms = uuids.now_ms() + 3_600_000
-    world.streamer.meters._now_ms = lambda: ahead_ms
-    assert world.streamer.meters.lag_s(pump) == pytest.approx(3_600, abs=60)
+    world.parts.of(Readiness).meters._now_ms = lambda: ahead_ms
+    assert world.parts.of(Readiness).meters.lag_s(pump) == pytest.approx(3_600, abs=60)
 
 
 async def test_held_addresses_are_there_with_their_reason_and_pauses_with_their_peer(
@@ -181,9 +182,9 @@ async def test_held_addresses_are_there_with_their_reason_and_pauses_with_their_
     world, vehicle, _ = await crossing(make_world, publish, 1)
     world.networks["cloud"].refuse(uris.format(SPEED))
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(4)])
-    held = world.streamer.attached["cloud"].pumps[0].address_holds
+    held = world.assembly.attached["cloud"].pumps[0].address_holds
     await world.until(lambda: sum(one.records for one in held.values()) == 4)
-    await world.streamer.paused.pause(uris.parse("//vehicle1/1/1/8002"), "cloud")
+    await world.assembly.paused.pause(uris.parse("//vehicle1/1/1/8002"), "cloud")
     answer = await status_of(world)
     cloud = of(answer, "cloud")
     (one,) = cloud["held"]
@@ -218,9 +219,9 @@ async def test_a_streamer_that_starts_is_not_ready_because_it_starts(make_world:
     answer = fitting(await streamer.operations.answer("status", {}))
     assert (answer["state"], answer["reason"]) == ("not ready", "starting")
     assert {one["state"] for one in answer["endpoints"]} == {"not ready"}
-    for log in streamer.logs:
+    for log in streamer.assembly.logs:
         await log.close()
-    await streamer.dead_letters.close()
+    await streamer.assembly.dead_letters.close()
 
 
 async def test_a_streamer_that_cant_start_says_why_at_the_socket_and_the_port(
@@ -300,14 +301,14 @@ async def test_each_metric_of_times_queues_and_the_disk_moves(make_world: MakeWo
     assert before["process_start_time_seconds", ()] > 0
     assert before["queued_bytes", ("", "dead letters")] == 0
     later_ms = uuids.now_ms() + 5_000
-    world.streamer.meters._now_ms = lambda: later_ms
+    world.parts.of(Readiness).meters._now_ms = lambda: later_ms
     cut_off(world)
-    await world.until(lambda: not world.streamer.networks.is_connected(world.streamer.endpoints["cloud"]))
+    await world.until(lambda: not world.assembly.networks.is_connected(world.assembly.endpoints["cloud"]))
     await vehicle.send_batch([publish(SPEED, "x" * 100) for _ in range(8)])
     to_cloud = UMessageBuilder.request(uris.parse("//vehicle1/8001/1/0"), uris.parse("//cloud/8002/1/1"), 60_000)
     await vehicle.send(to_cloud.build())
-    pump = world.streamer.attached["cloud"].pumps[0]
-    await world.until(lambda: pump.sender.queue.messages == 8 and world.streamer.express.queues["cloud"].bytes)
+    pump = world.assembly.attached["cloud"].pumps[0]
+    await world.until(lambda: pump.sender.queue.messages == 8 and world.assembly.express.queues["cloud"].bytes)
     after = samples(world)
     assert after["queued_bytes", ("cloud", "durable")] == 800
     assert after["queued_bytes", ("cloud", "express")] > 0

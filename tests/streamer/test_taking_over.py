@@ -13,6 +13,7 @@ from streamer.commands import cursors
 from streamer.config import FollowSection
 from streamer.following.pushed import PushedBefore, Sorted
 from streamer.operating.metrics import expose
+from streamer.parts.reloading import Reloader
 from tests.streamer.conftest import MakeWorld, World
 from tests.streamer.test_following import DOOR, SPEED, Pair, Publish, has_ended
 from uprotocol import uri as uris
@@ -33,7 +34,7 @@ async def pair(make_world: MakeWorld, publish: Publish) -> Pair:
 
 async def logged(world: World, topic: UUri) -> list[int]:
     """The texts of this topic in a gateway's log, as numbers."""
-    log = world.streamer.logs.durable
+    log = world.assembly.logs.durable
     return [
         int(message.decoded().payload if hasattr(message, "decoded") else message.payload)
         for chunk in await log.read(0)
@@ -43,14 +44,14 @@ async def logged(world: World, topic: UUri) -> list[int]:
 
 
 def records_of(world: World, topic: UUri) -> int:
-    log = world.streamer.logs.durable
+    log = world.assembly.logs.durable
     stream = log.known_id(topic)
     return 0 if stream is None else log.stream(stream).records
 
 
 async def have_both(pair: Pair, *topics: UUri) -> None:
     """Until the hub's log has every record of the vehicle's log: each once, and in order."""
-    await pair.vehicle.until(lambda: pair.vehicle.streamer.logs.durable.newest_seq >= pair.sent)
+    await pair.vehicle.until(lambda: pair.vehicle.assembly.logs.durable.newest_seq >= pair.sent)
     for topic in topics:
         there = await logged(pair.vehicle, topic)
         await pair.hub.until(lambda topic=topic, there=there: records_of(pair.hub, topic) >= len(there))
@@ -75,7 +76,7 @@ async def not_followed(pair: Pair, who: str) -> None:
         return
     await configured(pair.hub, pair.hub.config.model_copy(update={"follow": []}))
     await pair.hub.until(lambda: has_ended(pair.hub))
-    assert not pair.vehicle.streamer.handovers.followed
+    assert not pair.vehicle.assembly.handovers.followed
 
 
 @pytest.mark.parametrize("who", ["origin", "follower"])
@@ -120,7 +121,7 @@ async def test_pushed_copies_are_recognised_after_a_restart_with_a_small_window(
         await pair.publish(3, NAMED)
         await pair.publish(5, DOOR)
     await pair.heard.expect(105)
-    monkeypatch.setattr("streamer.parts.RECENT_IDS", 2)
+    monkeypatch.setattr("streamer.building.RECENT_IDS", 2)
     await pair.hub.restart()
     await configured(world, before)
     await pair.handed_over()
@@ -166,11 +167,11 @@ async def test_a_push_that_the_network_has_lost_is_read(pair: Pair) -> None:
     await configured(pair.vehicle, with_link(pair.vehicle, followed_by=None))
     await pair.publish(10)
     await pair.heard.expect(10)
-    listener = pair.hub.streamer.ingresses["link"]
+    listener = pair.hub.assembly.ingresses["link"]
     receive = listener.on_receive_encoded
     listener.on_receive_encoded = lambda messages: None  # type: ignore[method-assign]
     await pair.publish(10)
-    (pump,) = (one for one in pair.vehicle.streamer.pumps if one.peer.name == "link" and one.log.durable)
+    (pump,) = (one for one in pair.vehicle.assembly.pumps if one.peer.name == "link" and one.log.durable)
     await pair.vehicle.until(lambda: pump.cursor >= 20)
     listener.on_receive_encoded = receive  # type: ignore[method-assign]
     await pair.publish(10, DOOR)
@@ -186,26 +187,26 @@ async def test_a_follower_with_an_emptied_log_says_so_and_reads_everything_again
     await pair.handed_over()
     await pair.publish(30)
     await pair.expect_all()
-    await pair.vehicle.until(lambda: not any(records for *_, records in pair.vehicle.streamer.handovers.backlog()))
+    await pair.vehicle.until(lambda: not any(records for *_, records in pair.vehicle.assembly.handovers.backlog()))
     await pair.hub.stop()
     shutil.rmtree(pair.hub.config.streamer.data_dir)
     await pair.publish(30)
     await pair.hub.start()
     await have_both(pair, SPEED)
-    said = [one for one in pair.hub.streamer.problems() if "an earlier one has had records of" in one]
+    said = [one for one in pair.hub.parts.problems() if "an earlier one has had records of" in one]
     assert len(said) == 1
     assert "//vehicle1/4/1/0 up to seq 30: they are read again" in said[0]
-    assert 'up_streamer_log_damage{kind="emptied",log="durable"} 1.0' in expose(pair.hub.streamer.samples).decode()
-    assert pair.vehicle.streamer.problems() == []
+    assert 'up_streamer_log_damage{kind="emptied",log="durable"} 1.0' in expose(pair.hub.parts.samples).decode()
+    assert pair.vehicle.parts.problems() == []
     await pair.hub.restart()
     await pair.handed_over()
-    assert [one for one in pair.hub.streamer.problems() if "an earlier one has had records of" in one] == said
-    pair.hub.streamer.logs.durable.losses.acknowledge()
+    assert [one for one in pair.hub.parts.problems() if "an earlier one has had records of" in one] == said
+    pair.hub.assembly.logs.durable.losses.acknowledge()
     await pair.hub.restart()
     await pair.handed_over()
     await pair.publish(10)
     await have_both(pair, SPEED)
-    assert pair.hub.streamer.problems() == []
+    assert pair.hub.parts.problems() == []
 
 
 @pytest.mark.parametrize("by", ["emptied", "ended"])
@@ -216,14 +217,14 @@ async def test_what_retention_has_deleted_before_it_could_be_read_is_a_gap(
     await pair.handed_over()
     await pair.publish(30, NAMED)
     await have_both(pair, NAMED)
-    durable, before = pair.vehicle.streamer.logs.durable, pair.hub.config
-    await pair.vehicle.until(lambda: not any(records for *_, records in pair.vehicle.streamer.handovers.backlog()))
+    durable, before = pair.vehicle.assembly.logs.durable, pair.hub.config
+    await pair.vehicle.until(lambda: not any(records for *_, records in pair.vehicle.assembly.handovers.backlog()))
     if by == "emptied":
         await pair.hub.stop()
         shutil.rmtree(pair.hub.config.streamer.data_dir)
     else:
         await configured(pair.hub, before.model_copy(update={"follow": []}))
-        await pair.vehicle.until(lambda: not pair.vehicle.streamer.handovers.followed)
+        await pair.vehicle.until(lambda: not pair.vehicle.assembly.handovers.followed)
         await pair.publish(30, NAMED)
         await pair.hub.stop()
     await pair.vehicle.until(lambda: durable.newest_seq == pair.sent)
@@ -253,7 +254,7 @@ async def test_a_follower_that_has_read_nothing_yet_is_not_emptied(pair: Pair) -
     await pair.begin(follow=False)
     await pair.publish(10)
     await pair.expect_all()
-    hand_overs, caller = pair.vehicle.streamer.handovers, uris.parse("//hub/4/1/0")
+    hand_overs, caller = pair.vehicle.assembly.handovers, uris.parse("//hub/4/1/0")
     for _ in range(2):
         places = await hand_overs.asked(caller, HandOver(take=True, takes_held=True))
         assert [(one.seq, one.acknowledged) for one in places] == [(10, False), (0, False)]
@@ -271,11 +272,11 @@ def renamed(world: World, **more: Any) -> Any:
 
 
 def of_link(world: World) -> list[str]:
-    return [one for one in world.streamer.problems() if "wait for endpoint 'link'" in one]
+    return [one for one in world.parts.problems() if "wait for endpoint 'link'" in one]
 
 
 async def all_acknowledged(pair: Pair) -> None:
-    await pair.vehicle.until(lambda: not any(records for *_, records in pair.vehicle.streamer.handovers.backlog()))
+    await pair.vehicle.until(lambda: not any(records for *_, records in pair.vehicle.assembly.handovers.backlog()))
 
 
 async def twenty_wait(pair: Pair) -> None:
@@ -287,7 +288,7 @@ async def twenty_wait(pair: Pair) -> None:
     await all_acknowledged(pair)
     await pair.hub.stop()
     await pair.publish(20)
-    await pair.vehicle.until(lambda: pair.vehicle.streamer.logs.durable.newest_seq == 50)
+    await pair.vehicle.until(lambda: pair.vehicle.assembly.logs.durable.newest_seq == 50)
 
 
 @pytest.mark.parametrize("how", ["left alone", "adopted", "back in time"])
@@ -313,7 +314,7 @@ async def test_what_waits_for_a_follower_is_not_lost_when_its_endpoint_gets_anot
     await all_acknowledged(pair)
     await pair.vehicle.until(lambda: not of_link(pair.vehicle))
     await pair.vehicle.restart()
-    rows = pair.vehicle.streamer.logs.durable.cursors.seqs
+    rows = pair.vehicle.assembly.logs.durable.cursors.seqs
     await pair.vehicle.until(lambda: not [one for one in rows() if one.split(":")[1] == "link"])
     await pair.expect_all()
 
@@ -326,12 +327,12 @@ async def test_a_follower_that_had_read_nothing_before_its_endpoint_got_another_
     await pair.publish(10)
     await pair.expect_all()
     take, caller = HandOver(take=True, takes_held=True), uris.parse("//hub/4/1/0")
-    assert [one.seq for one in await pair.vehicle.streamer.handovers.asked(caller, take)] == [10, 0]
+    assert [one.seq for one in await pair.vehicle.assembly.handovers.asked(caller, take)] == [10, 0]
     await pair.publish(20)
-    await pair.vehicle.until(lambda: pair.vehicle.streamer.logs.durable.newest_seq == 30)
+    await pair.vehicle.until(lambda: pair.vehicle.assembly.logs.durable.newest_seq == 30)
     await configured(pair.vehicle, renamed(pair.vehicle))
     await pair.publish(10)
-    await pair.vehicle.until(lambda: pair.vehicle.streamer.logs.durable.newest_seq == 40)
+    await pair.vehicle.until(lambda: pair.vehicle.assembly.logs.durable.newest_seq == 40)
     section = FollowSection(endpoint="link", service="//vehicle1/4/1/0")
     await configured(pair.hub, pair.hub.config.model_copy(update={"follow": [section]}))
     await pair.handed_over()
@@ -348,19 +349,19 @@ async def test_publishes_that_wait_for_one_endpoint_are_not_given_to_who_reads_b
     await pair.begin(followed_by=False, follow=False)
     await pair.publish(10)
     await pair.expect_all()
-    link = pair.vehicle.streamer.endpoints["link"].transport
+    link = pair.vehicle.assembly.endpoints["link"].transport
     if why == "away":
         link.disconnect()
     else:
         link.network.refuse(link.address_of(SPEED, None))
     await pair.publish(10)
-    await pair.vehicle.until(lambda: pair.vehicle.streamer.logs.durable.newest_seq == 20)
+    await pair.vehicle.until(lambda: pair.vehicle.assembly.logs.durable.newest_seq == 20)
     if why == "refused":
-        (pump,) = [one for one in pair.vehicle.streamer.pumps if one.peer.name == "link" and one.log.durable]
+        (pump,) = [one for one in pair.vehicle.assembly.pumps if one.peer.name == "link" and one.log.durable]
         await pair.vehicle.until(lambda: bool(pump.address_holds) and pump.cursor == 20)
     await configured(pair.vehicle, renamed(pair.vehicle, followed_by="//hub/4/1/0"))
     caller = uris.parse("//hub/4/1/0")
-    await pair.vehicle.streamer.handovers.asked(caller, HandOver(take=True, takes_held=True))
+    await pair.vehicle.assembly.handovers.asked(caller, HandOver(take=True, takes_held=True))
     await pair.vehicle.stop()
     path = pair.vehicle.config.streamer.data_dir / "history.db"
     before = cursors.listed(path)
@@ -387,9 +388,9 @@ async def test_what_waits_for_an_endpoint_leaves_before_a_follower_that_has_read
     await pair.begin(followed_by=False, follow=False)
     await pair.publish(10)
     await pair.expect_all()
-    pair.vehicle.streamer.endpoints["link"].transport.disconnect()
+    pair.vehicle.assembly.endpoints["link"].transport.disconnect()
     await pair.publish(10)
-    await pair.vehicle.until(lambda: pair.vehicle.streamer.logs.durable.newest_seq == 20)
+    await pair.vehicle.until(lambda: pair.vehicle.assembly.logs.durable.newest_seq == 20)
     before = pair.vehicle.config
     section = FollowSection(endpoint="link", service="//vehicle1/4/1/0")
     await configured(pair.hub, pair.hub.config.model_copy(update={"follow": [section]}))
@@ -404,10 +405,10 @@ async def test_what_waits_for_an_endpoint_leaves_before_a_follower_that_has_read
         with pytest.raises(UStatusError, match="20 publishes wait for 'link', and who is behind 'tolink' follows"):
             await cursors._adopt(path, "tolink", "link", out_of_order=True)
     pair.vehicle.config = before
-    tolink = pair.vehicle.streamer.endpoints["tolink"].transport
+    tolink = pair.vehicle.assembly.endpoints["tolink"].transport
     tolink.network.refuse(tolink.address_of(SPEED, None))
     await configured(pair.vehicle, with_name(pair.vehicle, "link", followed_by="//hub/4/1/0"))
-    await pair.vehicle.until(lambda: "before the position" in pair.vehicle.streamer.handovers.refusals.get("link", ""))
+    await pair.vehicle.until(lambda: "before the position" in pair.vehicle.assembly.handovers.refusals.get("link", ""))
     tolink.network.allow()
     await pair.handed_over()
     await pair.heard.expect(30)
@@ -438,7 +439,7 @@ async def test_who_has_ended_is_not_waited_for_when_its_endpoint_is_as_before(pa
     await configured(pair.hub, follows.model_copy(update={"follow": []}))
     await pair.hub.until(lambda: has_ended(pair.hub))
     await configured(pair.vehicle, before)
-    assert not pair.vehicle.streamer.handovers.followed
+    assert not pair.vehicle.assembly.handovers.followed
     await pair.publish(10)
     await pair.hub.until(lambda: set(map(int, pair.heard.texts)) == set(range(60)))
     assert list(map(int, pair.heard.texts))[-30:] == list(range(30, 60))
@@ -456,7 +457,7 @@ async def test_a_follower_that_ends_when_its_own_endpoint_gets_another_name_is_p
     await configured(pair.hub, renamed(pair.hub).model_copy(update={"follow": []}))
     await pair.publish(10)
     await pair.expect_all()
-    assert not pair.vehicle.streamer.handovers.followed
+    assert not pair.vehicle.assembly.handovers.followed
 
 
 @pytest.mark.parametrize("by", ["restart", "reload"])
@@ -472,14 +473,14 @@ async def test_a_follower_whose_endpoint_has_another_name_continues_where_it_was
     if by == "restart":
         await configured(pair.hub, config)
     else:
-        pair.hub.streamer.reloader.read = lambda: config
-        assert await pair.hub.streamer.reloader.reload()
+        pair.hub.parts.of(Reloader).read = lambda: config
+        assert await pair.hub.parts.of(Reloader).reload()
     await pair.handed_over()
     await pair.publish(10, NAMED)
     await have_both(pair, NAMED)
     assert pair.followed.counts["records"] == 10
-    assert pair.hub.streamer.problems() == []
-    keys = list(pair.hub.streamer.logs.durable.followed.positions())
+    assert pair.hub.parts.problems() == []
+    keys = list(pair.hub.assembly.logs.durable.followed.positions())
     assert keys == ["tolink:up://vehicle1/4/1/0"]
 
 
@@ -489,27 +490,27 @@ async def test_positions_of_as_many_ended_histories_as_the_limit_allows_are_kept
     monkeypatch.setattr("streamer.following.follows.ENDED_MAX", 2)
     await pair.begin()
     await pair.handed_over()
-    followed = pair.hub.streamer.logs.durable.followed
+    followed = pair.hub.assembly.logs.durable.followed
     for number in range(3):
         followed.keep(f"link:up://gone{number}/4/1/0", FollowedPlaces(ended=True).SerializeToString(), at_once=True)
     await configured(pair.hub, pair.hub.config.model_copy(update={"follow": []}))
-    followed = pair.hub.streamer.logs.durable.followed
-    await pair.vehicle.until(lambda: not pair.vehicle.streamer.handovers.followed)
+    followed = pair.hub.assembly.logs.durable.followed
+    await pair.vehicle.until(lambda: not pair.vehicle.assembly.handovers.followed)
     await pair.hub.until(lambda: FollowedPlaces.FromString(followed.position("link:up://vehicle1/4/1/0") or b"").ended)
     assert sorted(followed.positions()) == ["link:up://gone2/4/1/0", "link:up://vehicle1/4/1/0"]
-    shown = expose(pair.hub.streamer.samples).decode()
+    shown = expose(pair.hub.parts.samples).decode()
     assert 'up_streamer_followed{endpoint="link",state="ended"} 2.0' in shown
 
 
 async def test_another_follower_behind_an_endpoint_has_acknowledged_nothing(pair: Pair) -> None:
     await pair.begin(follow=False)
     first, second = uris.parse("//hub/4/1/0"), uris.parse("//tablet/4/1/0")
-    hand_overs = pair.vehicle.streamer.handovers
+    hand_overs = pair.vehicle.assembly.handovers
     places = await hand_overs.asked(first, HandOver(take=True, takes_held=True))
     hand_overs.acknowledged(first, {one.incarnation: one.seq for one in places})
     await configured(pair.vehicle, with_link(pair.vehicle, followed_by="//tablet/4/1/0"))
-    hand_overs = pair.vehicle.streamer.handovers
+    hand_overs = pair.vehicle.assembly.handovers
     places = await hand_overs.asked(second, HandOver(take=True, takes_held=True))
     assert not any(one.acknowledged for one in places)
-    rows = [one for one in pair.vehicle.streamer.logs.durable.cursors.seqs() if one.startswith("follower:")]
+    rows = [one for one in pair.vehicle.assembly.logs.durable.cursors.seqs() if one.startswith("follower:")]
     assert rows == ["follower:link:up://tablet/4/1/0"]

@@ -54,21 +54,19 @@ async def test_a_stranger_on_either_network_ends_nothing(make_world: Any, reset:
             await call(world, "vehicle", LocalUriProvider("vehicle1", 0, 3), (version, method), ttl_ms=500)
             == UCode.DEADLINE_EXCEEDED
         )
-    await world.until(lambda: world.streamer.usubscription.refused["reset"] == 4)
-    assert len(await world.streamer.usubscription.subscriptions()) == 20
-    metrics = expose(world.streamer.samples).decode()
+    await world.until(lambda: world.assembly.usubscription.refused["reset"] == 4)
+    assert len(await world.assembly.usubscription.subscriptions()) == 20
+    metrics = expose(world.parts.samples).decode()
     assert 'up_streamer_usubscription_refused_total{reason="reset"} 4.0' in metrics
     assert 'up_streamer_usubscription_requests_total{method="subscribe_v4"} 20.0' in metrics
 
 
 async def test_the_memory_that_is_given_says_how_many_subscriptions_one_caller_may_have(make_world: Any) -> None:
     world = await make_world(NETWORKS, more="[limits]\nmemory_mib = 32\n")
-    service = world.streamer.usubscription
-    whole = world.streamer.limits.subscriptions_max
+    service = world.assembly.usubscription
+    whole = world.assembly.limits.subscriptions_max
     assert service.store.database.subscriptions.whole == whole == 4_096
     service.store.database.subscriptions.add(("cloud", 0), whole // 8)  # as if it had so many
     assert await call(world, "cloud", LocalUriProvider("cloud", 0, 4), (4, 1), topic(1)) == UCode.RESOURCE_EXHAUSTED
     assert await call(world, "vehicle", LocalUriProvider("vehicle1", 0x10, 1), (4, 1), topic(1)) == UCode.OK
-    assert (
-        'up_streamer_usubscription_refused_total{reason="subscriptions"} 1.0' in expose(world.streamer.samples).decode()
-    )
+    assert 'up_streamer_usubscription_refused_total{reason="subscriptions"} 1.0' in expose(world.parts.samples).decode()

@@ -101,13 +101,13 @@ def test_the_dead_letters_and_the_remembered_interest_are_all_there(left: Left) 
 async def test_a_whole_streamer_goes_on_with_it(left: Left) -> None:
     streamer = await Streamer.create(loads(CONFIG.format(folder=left.folder)))
     running = asyncio.create_task(streamer.run())
-    await asyncio.wait_for(streamer.ready.wait(), 20)
+    await asyncio.wait_for(streamer.assembly.ready.wait(), 20)
     newest = left.content["history"][left.end]["newest_seq"]
     try:
-        assert streamer.logs.durable.newest_seq >= newest
-        assert not streamer.logs.durable.damage
-        assert streamer.usubscription is not None
-        assert streamer.interest.topics()
+        assert streamer.assembly.logs.durable.newest_seq >= newest
+        assert not streamer.assembly.logs.durable.damage
+        assert streamer.assembly.usubscription is not None
+        assert streamer.assembly.interest.topics()
     finally:
         streamer.stop()
         await asyncio.wait_for(running, 20)

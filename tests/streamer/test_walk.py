@@ -15,7 +15,6 @@ import pytest
 from history.log.log import Log
 from streamer.letters import dead_letter
 from streamer.operating import metrics
-from streamer.walk.view import Rule
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication import CallOptions, InMemoryRpcClient, InMemoryRpcServer
@@ -48,7 +47,7 @@ async def test_only_what_is_subscribed_is_forwarded(make_world: MakeWorld, publi
         await vehicle.send(publish(SPEED, f"speed {number}"))
     await heard.expect(10)
     assert heard.texts == [f"speed {number}" for number in range(10)]
-    assert world.streamer.home.dropped == {}
+    assert world.assembly.home.dropped == {}
 
 
 @pytest.mark.spec("local~disp-attributes")
@@ -106,14 +105,14 @@ async def test_a_request_that_no_rule_allows_is_answered_with_permission_denied(
             await client.invoke_method(METHOD, UPayload())
     assert caught.value.code == UCode.PERMISSION_DENIED
     assert "no rule" in caught.value.message
-    assert world.streamer.endpoints["cloud"].dropped["denied"] == 1
+    assert world.assembly.endpoints["cloud"].dropped["denied"] == 1
 
 
 @pytest.mark.spec("local~disp-rpc-error")
 async def test_a_request_that_finds_nobody_in_time_is_answered_with_deadline_exceeded(make_world: MakeWorld) -> None:
     world = await make_world()
     cloud = await world.node("cloud", "cloud", 0x9001)
-    world.streamer.home.transport.disconnect()
+    world.assembly.home.transport.disconnect()
     heard = await world.hear(cloud, uris.ANY, CLOUD_APP)
     request = UMessageBuilder.request(CLOUD_APP, METHOD, 150).build()
     await cloud.send(request)
@@ -123,14 +122,14 @@ async def test_a_request_that_finds_nobody_in_time_is_answered_with_deadline_exc
     assert response.attributes.reqid == request.attributes.id
     assert response.attributes.ttl == request.attributes.ttl
     assert response.attributes.source == METHOD
-    await world.until(lambda: world.streamer.dead_letters.total == 1)
+    await world.until(lambda: world.assembly.dead_letters.total == 1)
 
 
 @pytest.mark.spec("local~disp-rpc-error")
 async def test_a_full_express_lane_answers_resource_exhausted(make_world: MakeWorld) -> None:
     world = await make_world(more="[express]\nmessages_max = 5\n")
     cloud = await world.node("cloud", "cloud", 0x9001)
-    world.streamer.home.transport.disconnect()
+    world.assembly.home.transport.disconnect()
     heard = await world.hear(cloud, uris.ANY, CLOUD_APP)
     await cloud.send_batch([UMessageBuilder.request(CLOUD_APP, METHOD, 60_000).build() for _ in range(8)])
     responses = await heard.expect(7)  # one caller has a quarter of the lane, and at least one message
@@ -148,7 +147,7 @@ async def test_a_claimed_authority_is_dropped_and_the_rest_goes_on(make_world: M
     await vehicle.send(publish(SPEED, "true"))
     await heard.expect(1)
     assert forged.messages == []
-    assert world.streamer.home.dropped["spoofed"] == 2
+    assert world.assembly.home.dropped["spoofed"] == 2
 
 
 @pytest.mark.spec("local~l1-idempotent")
@@ -183,7 +182,7 @@ async def test_what_is_invalid_or_expired_is_dropped_and_the_rest_goes_on(
     await vehicle.send(publish(SPEED, "good"))
     await heard.expect(1)
     assert heard.texts == ["good"]
-    dropped = world.streamer.home.all_dropped
+    dropped = world.assembly.home.all_dropped
     assert dropped["expired"] >= 1
     assert dropped["invalid"] >= 1
 
@@ -203,9 +202,9 @@ async def test_a_traceparent_that_is_none_is_not_passed_on_and_the_message_is(
         message.attributes.id for message in messages
     ]
     assert not any(message.attributes.traceparent for message in heard.messages)
-    text = metrics.expose(world.streamer.samples).decode()
+    text = metrics.expose(world.parts.samples).decode()
     assert 'up_streamer_mended_total{endpoint="vehicle",field="traceparent"} 3.0' in text
-    assert world.streamer.home.all_dropped == {}
+    assert world.assembly.home.all_dropped == {}
 
 
 @pytest.mark.spec("local~disp-at-least-once")
@@ -222,15 +221,15 @@ async def test_what_a_peer_missed_comes_in_order_and_nobody_else_notices(
         await world.node("mcu", "mcu1", 9),
     )
     heard, neighbour = await world.hear(cloud, SPEED), await world.hear(mcu, SPEED)
-    world.streamer.endpoints["cloud"].transport.disconnect()
+    world.assembly.endpoints["cloud"].transport.disconnect()
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(3_000)])
     await neighbour.expect(3_000)
     assert heard.messages == []
-    assert any("cloud" in problem for problem in world.streamer.problems())
-    world.streamer.endpoints["cloud"].transport.reconnect()
+    assert any("cloud" in problem for problem in world.parts.problems())
+    world.assembly.endpoints["cloud"].transport.reconnect()
     await heard.expect(3_000)
     assert heard.texts == [str(number) for number in range(3_000)]
-    await world.until(lambda: not world.streamer.problems())
+    await world.until(lambda: not world.parts.problems())
 
 
 async def test_a_restart_goes_on_where_the_peer_was(make_world: MakeWorld, publish: Publish) -> None:
@@ -239,9 +238,9 @@ async def test_a_restart_goes_on_where_the_peer_was(make_world: MakeWorld, publi
     heard = await world.hear(cloud, SPEED)
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(100)])
     await heard.expect(100)
-    world.streamer.endpoints["cloud"].transport.disconnect()
+    world.assembly.endpoints["cloud"].transport.disconnect()
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(100, 200)])
-    await world.until(lambda: world.streamer.logs.durable.newest_seq == 200)
+    await world.until(lambda: world.assembly.logs.durable.newest_seq == 200)
     await world.restart()
     await heard.expect(200)
     assert heard.texts == [str(number) for number in range(200)]
@@ -253,7 +252,7 @@ async def test_higher_classes_leave_first(make_world: MakeWorld, publish: Publis
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
-    world.streamer.endpoints["cloud"].transport.disconnect()
+    world.assembly.endpoints["cloud"].transport.disconnect()
     classes = [
         UPriority.UPRIORITY_CS0,
         UPriority.UPRIORITY_UNSPECIFIED,
@@ -263,9 +262,9 @@ async def test_higher_classes_leave_first(make_world: MakeWorld, publish: Publis
     await vehicle.send_batch(
         [publish(SPEED, f"{number % 4} {number}", priority=classes[number % 4]) for number in range(40)]
     )
-    pump = next(pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable)
+    pump = next(pump for pump in world.assembly.pumps if pump.peer.name == "cloud" and pump.log.durable)
     await world.until(lambda: pump.retries >= 2 and pump.log.newest_seq == 40)
-    world.streamer.endpoints["cloud"].transport.reconnect()
+    world.assembly.endpoints["cloud"].transport.reconnect()
     await heard.expect(40)
     by_class = {kind: [int(text.split()[1]) for text in heard.texts if text[0] == kind] for kind in "0123"}
     assert all(numbers == sorted(numbers) for numbers in by_class.values())
@@ -276,7 +275,7 @@ async def test_higher_classes_leave_first(make_world: MakeWorld, publish: Publis
 @pytest.mark.spec("local~disp-sample-period")
 async def test_a_sample_period_thins_a_topic(make_world: MakeWorld) -> None:
     world = await make_world(subscriptions={})
-    service = InMemoryRpcClient(world.streamer.hosted, world.streamer.local)
+    service = InMemoryRpcClient(world.assembly.hosted, world.assembly.local)
     from usubscription_client.client import USubscriptionClient
 
     cloud = await world.node("cloud", "cloud", 0x9001)
@@ -318,7 +317,7 @@ async def test_the_embedded_usubscription_serves_the_own_network_and_the_others(
         await vehicle.send(publish(SPEED, "now"))  # at once: the gateway listened before it answered
         await heard.expect(1)
         await client.unsubscribe(SPEED)
-        await world.until(lambda: not world.streamer.interest.wants(SPEED))
+        await world.until(lambda: not world.assembly.interest.wants(SPEED))
         await vehicle.send(publish(SPEED, "too late"))
         await world.taken("vehicle")
         await client.subscribe(DOOR)
@@ -336,8 +335,8 @@ async def test_volatile_topics_never_touch_the_disk(make_world: MakeWorld, publi
     heard = await world.hear(cloud, uris.pattern("vehicle1"))
     await vehicle.send_batch([publish(SPEED, "volatile") for _ in range(5)] + [publish(DOOR, "durable")])
     await heard.expect(6)
-    assert world.streamer.logs.durable.newest_seq == 1
-    assert world.streamer.logs.volatile.newest_seq == 5
+    assert world.assembly.logs.durable.newest_seq == 1
+    assert world.assembly.logs.volatile.newest_seq == 5
 
 
 @pytest.mark.spec("local~disp-dlt")
@@ -350,7 +349,7 @@ async def test_what_expires_on_the_way_is_a_dead_letter(
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle = await world.node("vehicle", "vehicle1")
     heard = await world.hear(vehicle, dead_letter.topic("vehicle1"))
-    world.streamer.endpoints["cloud"].transport.disconnect()
+    world.assembly.endpoints["cloud"].transport.disconnect()
     doomed = publish(SPEED, "doomed", ttl=100)
     await vehicle.send(doomed)
     letter = DeadLetter.FromString((await heard.expect(1))[0].payload)
@@ -386,7 +385,7 @@ async def test_a_refused_message_is_a_dead_letter_and_the_next_one_goes(
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
-    transport = world.streamer.endpoints["cloud"].transport
+    transport = world.assembly.endpoints["cloud"].transport
     send_batch = transport.send_batch
 
     async def picky(messages: Any) -> Any:
@@ -402,7 +401,7 @@ async def test_a_refused_message_is_a_dead_letter_and_the_next_one_goes(
     await vehicle.send_batch([publish(SPEED, "one"), publish(SPEED, "bad"), publish(SPEED, "two")])
     await heard.expect(2)
     assert heard.texts == ["one", "two"]
-    await world.until(lambda: world.streamer.dead_letters.by_code == {"INVALID_ARGUMENT": 1})
+    await world.until(lambda: world.assembly.dead_letters.by_code == {"INVALID_ARGUMENT": 1})
 
 
 async def test_rules_come_and_go_while_running(make_world: MakeWorld, publish: Publish, monkeypatch: Any) -> None:
@@ -411,28 +410,27 @@ async def test_rules_come_and_go_while_running(make_world: MakeWorld, publish: P
     heard = await world.hear(cloud, SPEED)
     await vehicle.send(publish(SPEED, "no rule"))
     await world.taken("vehicle")
-    with pytest.raises(UStatusError) as caught:
-        await world.streamer.add_rule(Rule("vehicle", "moon"))
-    assert caught.value.code == UCode.NOT_FOUND
+    before = world.streamer.config
     with monkeypatch.context() as patch:
 
         async def refuse(*_: Any) -> None:
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, "no room")
 
-        patch.setattr(world.streamer.home.transport, "register_listeners", refuse)
-        with pytest.raises(UStatusError, match="no room"):
-            await world.streamer.add_rule(Rule("vehicle", "cloud"))
-    assert world.streamer.rules.between("vehicle", "cloud") is None
-    await world.streamer.add_rule(Rule("vehicle", "cloud"))
-    with pytest.raises(UStatusError) as caught:
-        await world.streamer.add_rule(Rule("vehicle", "cloud"))
-    assert caught.value.code == UCode.ALREADY_EXISTS
+        patch.setattr(world.assembly.home.transport, "register_listeners", refuse)
+        with pytest.raises(UStatusError, match="no room") as caught:
+            await world.change_rule("vehicle", "cloud", {})
+        assert caught.value.code == UCode.FAILED_PRECONDITION
+    assert world.assembly.rules.between("vehicle", "cloud") is None
+    assert world.streamer.config is before
+    assert [one for one in world.parts.notes() if "last reload changed nothing" in one and "no room" in one]
+    await world.until(lambda: not world.assembly.networks["vehicle"].trouble)
+    await world.change_rule("vehicle", "cloud", {})
     await vehicle.send(publish(SPEED, "rule"))
     await heard.expect(1)
-    await world.streamer.remove_rule("vehicle", "cloud")
+    await world.change_rule("vehicle", "cloud", None)
     await vehicle.send(publish(SPEED, "no rule again"))
     await world.taken("vehicle")
-    await world.streamer.add_rule(Rule("vehicle", "cloud"))
+    await world.change_rule("vehicle", "cloud", {})
     await vehicle.send(publish(SPEED, "rule again"))
     await heard.expect(2)
     assert heard.texts == ["rule", "rule again"]
@@ -457,7 +455,7 @@ async def test_what_the_log_refuses_is_not_confirmed_and_comes_again(
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
-    log = world.streamer.logs.durable
+    log = world.assembly.logs.durable
     append, refusals = type(log).append, iter(range(3))
 
     def full(self: Any, streams: Any, messages: Any) -> Any:
@@ -471,7 +469,7 @@ async def test_what_the_log_refuses_is_not_confirmed_and_comes_again(
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(10)])
     await heard.expect(10)
     assert heard.texts == [str(number) for number in range(10)]
-    assert world.streamer.home.dropped["refused"] >= 1
+    assert world.assembly.home.dropped["refused"] >= 1
 
 
 async def test_admin_tells_metrics_health_and_readiness(make_world: MakeWorld, publish: Publish) -> None:
@@ -501,14 +499,14 @@ async def test_admin_tells_metrics_health_and_readiness(make_world: MakeWorld, p
         name: float(value)
         for name, value in (line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
     }
-    assert values['up_streamer_log_disk_limit_bytes{log="durable"}'] == world.streamer.logs.durable.retention_bytes
+    assert values['up_streamer_log_disk_limit_bytes{log="durable"}'] == world.assembly.logs.durable.retention_bytes
     used = values['up_streamer_log_disk_bytes{log="durable"}']
     assert 50_000 < used < 10_000_000, "the whole of it: database, write-ahead log, its index, the mark"
     assert values['up_streamer_disk_free_bytes{log="durable"}'] > 0
     assert 'up_streamer_log_holes{log="durable"} 0.0' in metrics
     assert (await asyncio.to_thread(get, "/healthz"))[0] == 200
     assert (await asyncio.to_thread(get, "/readyz"))[0] == 200
-    world.streamer.endpoints["cloud"].transport.disconnect()
+    world.assembly.endpoints["cloud"].transport.disconnect()
     status, body = await asyncio.to_thread(get, "/readyz")
     assert status == 503
     assert json.loads(body)["problems"] == ["endpoint cloud: its network is away"]
@@ -536,11 +534,11 @@ async def test_recorded_topics_can_be_polled_though_nobody_subscribed(make_world
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(20)])
     async with InMemoryRpcClient(cloud, cloud.local) as rpc:
         client = HistoryClient(rpc, uris.parse("//vehicle1/4/1/0"))
-        await world.until(lambda: world.streamer.logs.durable.newest_seq == 20)
+        await world.until(lambda: world.assembly.logs.durable.newest_seq == 20)
         reply = await client.poll(PollRequest(topics=[SPEED]))
     payloads = [UMessage.FromString(data).payload for batch in reply.batches for data in batch.message]
     assert payloads == [str(number).encode() for number in range(20)]
-    assert world.streamer.endpoints["cloud"].transport is not vehicle
+    assert world.assembly.endpoints["cloud"].transport is not vehicle
 
 
 async def test_a_slow_caller_is_bounded(make_world: MakeWorld) -> None:
@@ -565,12 +563,12 @@ async def test_the_last_known_interest_serves_over_a_restart_without_the_service
     service = USubscriptionService(home, "cloud", tmp_path / "cloud.db")
     await service.start()
     await world.start()
-    await world.until(lambda: not world.streamer.problems())
+    await world.until(lambda: not world.parts.problems())
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
     heard = await world.hear(cloud, SPEED)
     async with USubscriptionClient(cloud, cloud.local) as client:
         await client.subscribe(SPEED)
-        await world.until(lambda: "cloud" in world.streamer.interest.sources[1].wants(SPEED))
+        await world.until(lambda: "cloud" in world.assembly.interest.sources[1].wants(SPEED))
         await vehicle.send(publish(SPEED, "before"))
         await heard.expect(1)
     await service.stop()
@@ -579,7 +577,7 @@ async def test_the_last_known_interest_serves_over_a_restart_without_the_service
     for path in world.config.streamer.data_dir.glob("usubscription.db*"):
         path.unlink()  # the vehicle's own service has forgotten, too
     await world.start()
-    assert any("uSubscription of cloud does not answer" in problem for problem in world.streamer.problems())
+    assert any("uSubscription of cloud does not answer" in problem for problem in world.parts.problems())
     await vehicle.send(publish(SPEED, "after"))
     await heard.expect(2)
     assert heard.texts == ["before", "after"]
@@ -592,7 +590,7 @@ async def test_a_peer_that_is_configured_no_more_holds_nothing_back(make_world: 
         log.cursors.set("egress:long gone", 3, holder="egress")
         log.cursors.set("a consumer", 4)
     await world.start()
-    assert set(world.streamer.logs.durable.cursors.seqs()) == {
+    assert set(world.assembly.logs.durable.cursors.seqs()) == {
         "egress:vehicle",
         "egress:mcu",
         "egress:cloud",

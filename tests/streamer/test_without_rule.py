@@ -8,12 +8,13 @@ import json
 import pytest
 from structlog.testing import capture_logs
 
-from streamer import parts
+from streamer import building
 from streamer.commands.stored_interest import add_causes, notes_of_subscriptions
 from streamer.config import loads
 from streamer.operating.backup import SUBSCRIPTIONS
-from streamer.operating.status import status_of
-from streamer.unmatched import UNMATCHED_S
+from streamer.parts.interest import WithoutRulePart
+from streamer.parts.status import StatusPart
+from streamer.parts.unmatched import UNMATCHED_S, UnmatchedPart
 from streamer.walk.endpoint import Endpoints
 from streamer.walk.view import Rule, Rules
 from streamer.walk.without_rule import LOGGED_MAX, Causes, WithoutRule
@@ -37,7 +38,7 @@ SENTENCE = (
 
 def bare_endpoints() -> Endpoints:
     head = '[streamer]\ndata_dir = "unused"\n'
-    return parts.bare_endpoints_of(loads(head + endpoints(THREE).format(n=0)))
+    return building.bare_endpoints_of(loads(head + endpoints(THREE).format(n=0)))
 
 
 def subscription(topic: str, subscriber: str, status: Status = Status.SUBSCRIBED) -> Subscription:
@@ -45,7 +46,7 @@ def subscription(topic: str, subscriber: str, status: Status = Status.SUBSCRIBED
 
 
 def gauge(world: World) -> dict[tuple[str, ...], object]:
-    return {labels: value for name, labels, value in world.streamer.samples() if name == "subscriptions_without_rule"}
+    return {labels: value for name, labels, value in world.parts.samples() if name == "subscriptions_without_rule"}
 
 
 @pytest.mark.parametrize(
@@ -96,10 +97,10 @@ def test_the_cost_follows_the_change_and_ends_with_the_subscription() -> None:
 
 async def test_a_subscription_that_no_rule_allows_is_shown(make_world: MakeWorld) -> None:
     world = await make_world({**THREE, "vehicle": "none"}, {WANTED: [SUBSCRIBER], ALLOWED: [SUBSCRIBER]}, RULE)
-    await world.until(lambda: len(world.streamer.without_rule))
-    assert SENTENCE in world.streamer.notes()
-    assert SENTENCE in status_of(world.streamer).notes
-    assert world.streamer.problems() == []
+    await world.until(lambda: len(world.parts.of(WithoutRulePart).without_rule))
+    assert SENTENCE in world.parts.notes()
+    assert SENTENCE in world.parts.of(StatusPart).status().notes
+    assert world.parts.problems() == []
     assert gauge(world) == {("vehicle", "cloud"): 1}
     sender, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
     heard = await world.hear(cloud, uris.ANY)
@@ -107,8 +108,8 @@ async def test_a_subscription_that_no_rule_allows_is_shown(make_world: MakeWorld
     await sender.send(publication(ALLOWED, "allowed"))
     await world.until(lambda: heard.messages)
     assert heard.texts == ["allowed"]
-    world.streamer.rules.replace([Rule("vehicle", "cloud")])
-    await world.until(lambda: not len(world.streamer.without_rule))
+    world.assembly.rules.replace([Rule("vehicle", "cloud")])
+    await world.until(lambda: not len(world.parts.of(WithoutRulePart).without_rule))
     assert gauge(world) == {}
 
 
@@ -123,7 +124,7 @@ async def test_a_subscription_that_no_rule_allows_is_logged_when_it_arrives(make
         await world.until(lambda: [line for line in lines if line["event"] == event])
     line = next(line for line in lines if line["event"] == event)
     assert (line["topic"], line["subscriber"].startswith("up://cloud/9001")) == (WANTED, True)
-    assert SENTENCE in world.streamer.notes()
+    assert SENTENCE in world.parts.notes()
     await client.close()
 
 
@@ -137,9 +138,9 @@ async def test_what_is_heard_and_not_allowed_is_counted(make_world: MakeWorld, r
     for number in range(3):
         await sender.send(publication(WANTED, str(number)))
     await world.taken("vehicle")
-    dropped = world.streamer.endpoints["vehicle"].dropped
+    dropped = world.assembly.endpoints["vehicle"].dropped
     await world.until(lambda: dropped["no_rule"] == 3)
-    assert world.streamer.logs.durable.newest_seq == (3 if recorded else 0)
+    assert world.assembly.logs.durable.newest_seq == (3 if recorded else 0)
     assert dict(dropped) == {"no_rule": 3}
 
 
@@ -151,7 +152,7 @@ async def test_a_pattern_of_which_a_rule_allows_a_part_is_listened_to(make_world
     await sender.send(publication(ALLOWED, "allowed"))
     await world.until(lambda: heard.messages)
     assert heard.texts == ["allowed"]
-    assert not len(world.streamer.without_rule)
+    assert not len(world.parts.of(WithoutRulePart).without_rule)
 
 
 async def test_what_nobody_elsewhere_wants_is_not_counted(make_world: MakeWorld) -> None:
@@ -159,16 +160,16 @@ async def test_what_nobody_elsewhere_wants_is_not_counted(make_world: MakeWorld)
     world = await make_world({**THREE, "vehicle": "none"}, {WANTED: ["//vehicle1/9001/1/0"]}, more)
     sender = await world.node("vehicle", "vehicle1")
     await sender.send(publication(WANTED, "of our own network"))
-    await world.until(lambda: world.streamer.logs.durable.newest_seq)
-    assert dict(world.streamer.endpoints["vehicle"].dropped) == {}
-    assert not len(world.streamer.without_rule)
+    await world.until(lambda: world.assembly.logs.durable.newest_seq)
+    assert dict(world.assembly.endpoints["vehicle"].dropped) == {}
+    assert not len(world.parts.of(WithoutRulePart).without_rule)
 
 
 async def test_the_lines_of_the_log_are_limited(make_world: MakeWorld) -> None:
     topics = {f"//vehicle1/8001/1/{number:X}": [SUBSCRIBER] for number in range(0x9000, 0x9000 + 5 * LOGGED_MAX)}
     with capture_logs() as lines:
         world = await make_world({**THREE, "vehicle": "none"}, topics, RULE)
-        await world.until(lambda: len(world.streamer.without_rule) == len(topics))
+        await world.until(lambda: len(world.parts.of(WithoutRulePart).without_rule) == len(topics))
         await world.until(lambda: any("not served" in line["event"] for line in lines))
     assert len([line for line in lines if "not served" in line["event"]]) == LOGGED_MAX
 
@@ -181,7 +182,7 @@ async def test_patterns_that_match_nothing_are_named(make_world: MakeWorld) -> N
     )
     world = await make_world({**THREE, "vehicle": "none"}, {ALLOWED: [SUBSCRIBER]}, more)
     streamer = world.streamer
-    notes = streamer.notes()
+    notes = streamer.parts.notes()
     for note in (
         "[[rule]] from vehicle to cloud, allow: //vehicel1/8001/1/8003 can't match anything: no endpoint has the "
         "authority vehicel1",
@@ -192,10 +193,10 @@ async def test_patterns_that_match_nothing_are_named(make_world: MakeWorld) -> N
     assert not [note for note in notes if "matched nothing" in note]  # it has just started
     sender = await world.node("vehicle", "vehicle1")
     await sender.send(publication("//vehicle1/8001/1/8004", "recorded"))
-    await world.until(lambda: streamer.logs.durable.newest_seq)
-    began = streamer.runtime.now_ms()
-    object.__setattr__(streamer.runtime, "now_ms", lambda: began + 2 * UNMATCHED_S * 1_000)
-    assert [note for note in streamer.unmatched.notes() if "[[access]]" not in note] == [
+    await world.until(lambda: streamer.assembly.logs.durable.newest_seq)
+    began = streamer.assembly.runtime.now_ms()
+    object.__setattr__(streamer.assembly.runtime, "now_ms", lambda: began + 2 * UNMATCHED_S * 1_000)
+    assert [note for note in streamer.parts.of(UnmatchedPart).unmatched() if "[[access]]" not in note] == [
         f"[[rule]] from vehicle to cloud, allow: {WANTED} matched nothing in the last 2 h",
         "history.record: up://vehicle1/8001/1/8005 matched nothing in the last 2 h",
     ]
@@ -212,7 +213,7 @@ async def test_check_and_subscriptions_name_what_no_rule_serves(make_world: Make
     await client.close()
     if not running:
         await world.stop()
-    found = notes_of_subscriptions(world.config, parts.bare_endpoints_of(world.config))
+    found = notes_of_subscriptions(world.config, building.bare_endpoints_of(world.config))
     assert found == [SENTENCE]
     with StoreView(world.config.streamer.data_dir / SUBSCRIPTIONS) as view:
         entries = view.subscriptions()
@@ -227,9 +228,9 @@ async def test_check_reads_the_static_file_and_the_saved_interest(make_world: Ma
     networks = {**THREE, "cloud": "remote"}
     world = await make_world(networks, {"//vehicel1/8001/1/8002": [SUBSCRIBER]}, RULE, start=False)
     world.config.streamer.data_dir.mkdir(parents=True)
-    saved = parts.saved_interest_of(world.config, "cloud")
+    saved = building.saved_interest_of(world.config, "cloud")
     saved.write_text(json.dumps([[WANTED, SUBSCRIBER, None]]))
-    found = notes_of_subscriptions(world.config, parts.bare_endpoints_of(world.config))
+    found = notes_of_subscriptions(world.config, building.bare_endpoints_of(world.config))
     assert len(found) == 2
     assert "no endpoint has the authority vehicel1 of the topic" in found[0]
     assert found[1] == SENTENCE

@@ -20,8 +20,8 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from streamer import building
 from streamer import config as configs
-from streamer import parts
 from streamer.commands.terminal import EXIT_CONFIG
 from tests.tiers import full
 from tools.broker import Broker
@@ -103,7 +103,9 @@ def test_the_gateways_that_follow_name_each_other_and_meet() -> None:
     assert uplink.followed_by == f"//{hub.authority}/4/1/0"
     assert uplink.settings["connect"] == link.settings["listen"]
     for config in (hub, vehicle):
-        followed_for_nothing = parts.notes_of(config, parts.endpoints_of(config), map(parts.rule_of, config.rules))
+        followed_for_nothing = building.notes_of(
+            config, building.endpoints_of(config), map(building.rule_of, config.rules)
+        )
         assert list(followed_for_nothing) == []
 
 

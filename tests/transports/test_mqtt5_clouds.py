@@ -73,7 +73,7 @@ class Stage:
     backend: UTransport  # one at the broker
 
     async def until_connected(self) -> None:
-        ends = self.streamer.endpoints["cloud"].transport, self.backend
+        ends = self.streamer.assembly.endpoints["cloud"].transport, self.backend
         async with asyncio.timeout(WAIT_S):
             while not all(one.connected for one in ends):  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
@@ -112,7 +112,7 @@ async def stage(profile: Profile, recipe: str, folder: Path, *, websocket: bool 
             await asyncio.wait_for(running, WAIT_S)
 
         stack.push_async_callback(stop)
-        await asyncio.wait_for(streamer.ready.wait(), WAIT_S)
+        await asyncio.wait_for(streamer.assembly.ready.wait(), WAIT_S)
         local = LocalTransport(LocalConfig(network=network), LocalUriProvider("vehicle1", 0x9001, 1))
         theirs = {
             **settings,

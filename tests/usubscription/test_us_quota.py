@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from storage.runtime import WAITING_MAX
-from streamer.parts import MemoryLimits
+from streamer.building import MemoryLimits
 from tests.tiers import full
 from uprotocol import uri as uris
 from uprotocol.communication.shares import UNIT_BYTES, Quota

@@ -7,17 +7,16 @@ Rules, Logs, Follows, Access: matched -> UnmatchedPatterns: nothing has matched 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from streamer.assembly import Assembly
 from streamer.config import Config, patterns
+from streamer.part import Part, Parts
 from streamer.walk.access import AccessPattern
 from streamer.walk.endpoint import Endpoint, Endpoints
 from uprotocol import uri as uris
 from uprotocol.uri import Key
 from uprotocol.v1.uri_pb2 import UUri
-
-if TYPE_CHECKING:
-    from streamer.assembly import Assembly
 
 UNMATCHED_S: Final = 3_600  # many topics are published, or subscribed to, some time after a start
 SHOWN_MAX: Final = 3  # patterns of one setting and reason that are named
@@ -88,15 +87,21 @@ def _listed(texts: Sequence[str]) -> str:
     return ", ".join(texts[:SHOWN_MAX]) + more
 
 
-class UnmatchedPatterns:
+class UnmatchedPart(Part):
     """The patterns that have matched nothing for UNMATCHED_S, although something could."""
 
-    def __init__(self, streamer: Assembly) -> None:
-        self._streamer = streamer
+    name = "patterns that match nothing"
+
+    def __init__(self, assembly: Assembly, parts: Parts) -> None:
+        super().__init__(assembly, parts)
         self._since_ms: dict[tuple[str, str], int] = {}  # by setting and pattern: when it was first seen unmatched
 
     def notes(self) -> Iterator[str]:
-        now_ms = self._streamer.runtime.now_ms()
+        yield from unknown_authorities(self.assembly.config, self.assembly.endpoints)
+        yield from self.unmatched()
+
+    def unmatched(self) -> Iterator[str]:
+        now_ms = self.assembly.runtime.now_ms()
         unmatched = [(setting, text) for setting, texts in self._unmatched() for text in texts]
         self._since_ms = {one: self._since_ms.get(one, now_ms) for one in unmatched}
         due: dict[str, list[str]] = {}
@@ -109,20 +114,20 @@ class UnmatchedPatterns:
 
     def _unmatched(self) -> Iterator[tuple[str, Iterable[str]]]:
         """Yields the settings with those of their patterns that have matched nothing."""
-        streamer, config = self._streamer, self._streamer.config
-        for rule in streamer.rules:
+        assembly, config = self.assembly, self.assembly.config
+        for rule in assembly.rules:
             names = (rule.ingress, rule.egress)
             yield f"[[rule]] from {rule.ingress} to {rule.egress}, allow", self._left(rule.allow, rule.matched, names)
-        yield "history.record", self._left(patterns(config.history.record), streamer.logs.matched, ())
+        yield "history.record", self._left(patterns(config.history.record), assembly.logs.matched, ())
         for section in config.follow:
-            left = self._left(patterns(section.topics), streamer.follows.matched, [section.endpoint])
+            left = self._left(patterns(section.topics), assembly.follows.matched, [section.endpoint])
             yield _follow(section.endpoint, section.service), left
         for number, entry in enumerate(config.access, 1):
-            if number - 1 not in streamer.access.used:
+            if number - 1 not in assembly.access.used:
                 yield _entry(number, "callers"), [", ".join(entry.callers) or "any caller"]
 
     def _left(self, those: Iterable[UUri], matched: set[Key], names: Sequence[str]) -> Iterator[str]:
-        endpoints = self._streamer.endpoints
+        endpoints = self.assembly.endpoints
         for pattern in those:
             if uris.key(pattern) not in matched and not _unknown(pattern.authority_name, endpoints, names):
                 yield uris.format(pattern)

@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from history.log.log import Log
+from streamer.assembly import Assembly, Attached
 from streamer.config import Config
+from streamer.operating.backup import Backups
 from streamer.operating.states import EndpointState, States, cut, cut_line
 from streamer.operation import Arguments, Operation, Operations
+from streamer.part import Part
+from streamer.parts.certificates import CertificatePart
+from streamer.parts.readiness import Readiness
 from streamer.reporting import STREAMER, build
 from uprotocol.uuid import moment
-
-if TYPE_CHECKING:
-    from streamer.assembly import Attached
-    from streamer.reports import ReportingAssembly
 
 HELD_SHOWN_MAX: Final = 20  # addresses of one endpoint: those held for the longest time
 LISTED_MAX: Final = 300  # of pauses, histories that are followed, and so on
@@ -173,60 +174,71 @@ class StreamerStatus(_Reported):
 # Of a running streamer
 
 
-def status_of(streamer: ReportingAssembly) -> StreamerStatus:
-    """Returns the status of now. It reads no file."""
-    problems = [one.problem for one in streamer.states.look()]
-    streamer.meters.count()
-    state, reason = _worst(streamer.states, [*streamer.attached])
-    durable, reserve = streamer.logs.durable, streamer.runtime.disk.reserve
-    return StreamerStatus(
-        **_begun(streamer.config, streamer.config_file, streamer.started_ms, streamer.runtime.now_ms()),
-        state=_named(state.name),
-        since=moment(state.since_ms),
-        reason=cut_line(reason),
-        endpoints=[_endpoint(streamer, attached) for attached in streamer.attached.values()],
-        flows=list(_flows(streamer)),
-        logs=[_log(streamer, one) for one in streamer.logs],
-        disk=DiskStatus(
-            free_bytes=durable.extent.disk_free_bytes,
-            reserve_bytes=reserve.bytes,
-            log_limit_bytes=durable.disk_limit_bytes,
-        ),
-        dead_letters=LettersStatus(
-            stored=streamer.dead_letters.stock.letters,
-            total=streamer.dead_letters.total,
-            by_code=dict(streamer.dead_letters.by_code),
-        ),
-        paused=[PauseStatus.model_validate(one.as_dict()) for one in sorted(streamer.paused)[:LISTED_MAX]],
-        follows=[
-            FollowStatus(
-                endpoint=one.endpoint.name, service=one.key.partition(":")[2], state=one.state, trouble=one.trouble
-            )
-            for one in islice(streamer.follows, LISTED_MAX)
-        ],
-        epochs=[
-            EpochsStatus(
-                group=one.group.name,
-                open=len(one.frontier.seen),
-                ended=one.counts["epochs"],
-                incomplete=one.counts["incomplete"],
-            )
-            for one in streamer.keeper
-        ],
-        problems=cut(problems),
-        notes=cut(streamer.notes()),
-        certificates=[
-            CertificateStatus(endpoint=endpoint, setting=setting, expires=moment(round(expires_s * 1000)))
-            for endpoint, setting, expires_s in islice(streamer.certificates, LISTED_MAX)
-        ],
-    )
+class StatusPart(Part):
+    """The status, and backups."""
 
+    name = "status"
 
-def status_operation(streamer: ReportingAssembly) -> Operation:
-    async def status(_: Arguments) -> dict[str, Any]:
-        return status_of(streamer).model_dump(mode="json")
+    def status(self) -> StreamerStatus:
+        """Returns the status of now. It reads no file."""
+        assembly, readiness = self.assembly, self.parts.of(Readiness)
+        problems = [condition.problem for condition in readiness.states.look()]
+        readiness.meters.count()
+        state, reason = _worst(readiness.states, [*assembly.attached])
+        durable, reserve = assembly.logs.durable, assembly.runtime.disk.reserve
+        return StreamerStatus(
+            **_begun(assembly.config, assembly.config_file, assembly.started_ms, assembly.runtime.now_ms()),
+            state=_named(state.name),
+            since=moment(state.since_ms),
+            reason=cut_line(reason),
+            endpoints=[_endpoint(assembly, readiness, attached) for attached in assembly.attached.values()],
+            flows=list(_flows(assembly, readiness)),
+            logs=[_log(source, readiness.meters.oldest_ms(source)) for source in assembly.logs],
+            disk=DiskStatus(
+                free_bytes=durable.extent.disk_free_bytes,
+                reserve_bytes=reserve.bytes,
+                log_limit_bytes=durable.disk_limit_bytes,
+            ),
+            dead_letters=LettersStatus(
+                stored=assembly.dead_letters.stock.letters,
+                total=assembly.dead_letters.total,
+                by_code=dict(assembly.dead_letters.by_code),
+            ),
+            paused=[PauseStatus.model_validate(pause.as_dict()) for pause in sorted(assembly.paused)[:LISTED_MAX]],
+            follows=[
+                FollowStatus(
+                    endpoint=followed.endpoint.name,
+                    service=followed.key.partition(":")[2],
+                    state=followed.state,
+                    trouble=followed.trouble,
+                )
+                for followed in islice(assembly.follows, LISTED_MAX)
+            ],
+            epochs=[
+                EpochsStatus(
+                    group=kept.group.name,
+                    open=len(kept.frontier.seen),
+                    ended=kept.counts["epochs"],
+                    incomplete=kept.counts["incomplete"],
+                )
+                for kept in assembly.keeper
+            ],
+            problems=cut(problems),
+            notes=cut(self.parts.notes()),
+            certificates=[
+                CertificateStatus(endpoint=endpoint, setting=setting, expires=moment(round(expires_s * 1000)))
+                for endpoint, setting, expires_s in islice(self.parts.of(CertificatePart).expiries, LISTED_MAX)
+            ],
+        )
 
-    return Operation(status)
+    def operations(self) -> Mapping[str, Operation]:
+        assembly, config = self.assembly, self.assembly.config
+        data_dir, durable = config.streamer.data_dir, assembly.logs.durable
+        backups = Backups(data_dir, config.authority, durable, lambda: assembly.stopping.is_set())
+        return {"status": Operation(self._status), "backup": backups.operation()}
+
+    async def _status(self, _: Arguments) -> dict[str, Any]:
+        return self.status().model_dump(mode="json")
 
 
 def _begun(config: Config, file: Path | None, started_ms: int, now_ms: int) -> dict[str, Any]:
@@ -256,26 +268,26 @@ def _named(state: str) -> StateName:
     return "ready" if state == "ready" else "degraded" if state == "degraded" else "not ready"
 
 
-def _endpoint(streamer: ReportingAssembly, attached: Attached) -> EndpointStatus:
-    endpoint, pumps, meters = attached.endpoint, attached.pumps, streamer.meters
-    state = streamer.states[endpoint.name]
+def _endpoint(assembly: Assembly, readiness: Readiness, attached: Attached) -> EndpointStatus:
+    endpoint, pumps, meters = attached.endpoint, attached.pumps, readiness.meters
+    state = readiness.states[endpoint.name]
     (in_per_s, in_ms), (out_per_s, out_ms) = meters.received(endpoint), meters.forwarded(endpoint)
     behind = sum(pump.backlog for pump in pumps)
     held = [hold for pump in pumps for hold in pump.address_holds.values()]
-    loop_s, now_ms = streamer.meters.now_s(), streamer.runtime.now_ms()
+    loop_s, now_ms = meters.now_s(), assembly.runtime.now_ms()
     return EndpointStatus(
         name=endpoint.name,
-        transport=next(one.transport for one in streamer.config.endpoint if one.name == endpoint.name),
+        transport=next(one.transport for one in assembly.config.endpoint if one.name == endpoint.name),
         authorities=sorted(endpoint.authorities),
         state=_named(state.name),
         since=moment(state.since_ms),
         reason=cut_line(state.reason),
-        connected=streamer.networks.is_connected(endpoint),
+        connected=assembly.networks.is_connected(endpoint),
         received=endpoint.received,
         forwarded=endpoint.forwarded,
         in_per_s=round(in_per_s, 1),
         out_per_s=round(out_per_s, 1),
-        waiting=behind + sum(hold.records for hold in held) + len(streamer.express.queues[endpoint.name]),
+        waiting=behind + sum(hold.records for hold in held) + len(assembly.express.queues[endpoint.name]),
         waiting_topics=sum(len(pump.topic_holds) for pump in pumps),
         lag_records=behind,
         lag_s=round(max((meters.lag_s(pump) for pump in pumps), default=0.0), 3),
@@ -293,33 +305,32 @@ def _endpoint(streamer: ReportingAssembly, attached: Attached) -> EndpointStatus
         held_count=len(held),
         last_in=moment(in_ms) if in_ms else None,
         last_out=moment(out_ms) if out_ms else None,
-        paused=bool(streamer.paused.toward(endpoint)),
+        paused=bool(assembly.paused.toward(endpoint)),
         dropped=dict(endpoint.all_dropped),
-        lost=streamer.drops.lost(endpoint.name),
+        lost=assembly.drops.lost(endpoint.name),
     )
 
 
-def _flows(streamer: ReportingAssembly) -> Iterator[FlowStatus]:
-    allowed = {(rule.ingress, rule.egress) for rule in streamer.rules}
-    sent = {(origin, one.name): count for one in streamer.endpoints for origin, count in one.forwarded_from.items()}
+def _flows(assembly: Assembly, readiness: Readiness) -> Iterator[FlowStatus]:
+    allowed = {(rule.ingress, rule.egress) for rule in assembly.rules}
+    sent = {(origin, one.name): count for one in assembly.endpoints for origin, count in one.forwarded_from.items()}
     for origin, to in sorted(allowed | sent.keys()):
         yield FlowStatus(
             **{"from": origin},
             to=to,
             allowed=(origin, to) in allowed,
-            per_s=round(streamer.meters.flow_per_s(origin, streamer.endpoints[to]), 1),
+            per_s=round(readiness.meters.flow_per_s(origin, assembly.endpoints[to]), 1),
             forwarded=sent.get((origin, to), 0),
         )
 
 
-def _log(streamer: ReportingAssembly, one: Log) -> LogStatus:
-    oldest_ms = streamer.meters.oldest_ms(one)
+def _log(source: Log, oldest_ms: int) -> LogStatus:
     return LogStatus(
-        name=one.name,
-        oldest_seq=one.oldest_seq,
-        newest_seq=one.newest_seq,
-        bytes=one.extent.stored_bytes,
-        limit_bytes=one.disk_limit_bytes,
+        name=source.name,
+        oldest_seq=source.oldest_seq,
+        newest_seq=source.newest_seq,
+        bytes=source.extent.stored_bytes,
+        limit_bytes=source.disk_limit_bytes,
         oldest=moment(oldest_ms) if oldest_ms else None,
     )
 

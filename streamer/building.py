@@ -7,7 +7,7 @@ Config -> endpoints_of -> usubscription_of -> interest_sources_of
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,10 +26,8 @@ from streamer.config import AccessSection, Config, EndpointSection, FollowSectio
 from streamer.config.sections import MEMORY_MIB
 from streamer.following.followed import Follow
 from streamer.operating.backup import SUBSCRIPTIONS, finish_restore
-from streamer.recovery.recoveries import Recoveries
 from streamer.walk.access import AccessEntry, AccessPattern
 from streamer.walk.endpoint import Endpoint, Endpoints
-from streamer.walk.flow import Flow
 from streamer.walk.hosted import USUBSCRIPTION, HostedTransport
 from streamer.walk.ingress import IdWindow, Logs
 from streamer.walk.sender import SENDERS_SHARE
@@ -399,18 +397,9 @@ async def keeper_of(config: Config, logs: Logs, runtime: Runtime) -> Keeper:
     return keeper
 
 
-def recoveries_of(
-    config: Config,
-    endpoints: Endpoints,
-    logs: Logs,
-    flows: Mapping[Log, Flow],
-    window: IdWindow,
-    runtime: Runtime,
-    on_gap: Callable[[UUri, Log, str], None],
-) -> Recoveries:
-    """Returns the recovery sources. Raises UStatusError for a plugin or settings that can't be used."""
-    bytes_max = config.limits.message_bytes_max
-    return Recoveries(config.recovery, endpoints, logs, flows, window, bytes_max, runtime, on_gap)
+def addresses_of(config: Config) -> set[str | None]:
+    """Returns the addresses (HOST:PORT) of the HTTP ports."""
+    return {config.streamer.admin, config.http.listen, config.grip.publish}
 
 
 def limits_of(config: Config) -> MemoryLimits:
