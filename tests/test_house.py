@@ -138,3 +138,21 @@ def test_circles_of_imports_are_found(tmp_path: Path) -> None:
         four="from streamer import one\n",
     )
     assert house.circles(tmp_path) == [["streamer.one", "streamer.three", "streamer.two"]]
+
+
+def test_imports_in_every_kind_of_block_are_seen(tmp_path: Path) -> None:
+    """An import is a statement, and so is everything around it."""
+    blocks = [
+        *("class A:\n def f():\n  {}", "async def f():\n async with b:\n  {}", "while a:\n  b\nelse:\n  {}"),
+        *("try:\n  b\nexcept C:\n  {}\nelse:\n  {}\nfinally:\n  {}", "if a:\n  b\nelif c:\n  {}\nelse:\n  {}"),
+        "match a:\n case 1:\n  {}",
+    ]
+    parts = "\n".join(blocks).split("{}")
+    names = [f"m{number}" for number in range(len(parts) - 1)]
+    text = "".join(f"{part}from streamer import {name}" for part, name in zip(parts, names, strict=False)) + parts[-1]
+    _write(tmp_path, one=text, **dict.fromkeys(names, ""))
+    graph = house.import_graph(
+        {house.module_name(path.relative_to(tmp_path)): path for path in house.sources(tmp_path)}
+    )
+    assert graph.pop("streamer.one") == {f"streamer.{name}" for name in names}
+    assert set().union(*graph.values()) == set()

@@ -24,7 +24,7 @@ import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Final
 
 import structlog
@@ -92,7 +92,7 @@ def shared_runs(tree: Path) -> list[str]:
 
 
 @cache
-def _parsed(path: Path) -> ast.Module:
+def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
@@ -113,7 +113,7 @@ def names_twice(tree: Path) -> dict[str, list[str]]:
     """Names of classes and type aliases that stand in more than one file: name -> files."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in sources(tree):
-        for name in sorted(set(_names(_parsed(path)))):
+        for name in sorted(set(_names(parsed(path)))):
             found[name].append(str(path.relative_to(tree)))
     return {name: files for name, files in sorted(found.items()) if len(files) > 1}
 
@@ -122,7 +122,7 @@ def long_classes(tree: Path) -> dict[str, int]:
     """Classes of more than CLASS_LINES_MAX lines: `file:class` -> lines."""
     found: dict[str, int] = {}
     for path in sources(tree):
-        for node in ast.walk(_parsed(path)):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef) and node.end_lineno is not None:
                 lines = node.end_lineno - node.lineno + 1
                 if lines > CLASS_LINES_MAX:
@@ -130,9 +130,17 @@ def long_classes(tree: Path) -> dict[str, int]:
     return found
 
 
+def _statements(block: ast.AST) -> Iterator[ast.AST]:
+    """Those of a block, and of the blocks in it."""
+    for name in ("body", "handlers", "cases", "orelse", "finalbody"):
+        for statement in getattr(block, name, ()):
+            yield statement
+            yield from _statements(statement)
+
+
 def _imported(module: ast.Module, files: Mapping[str, Path]) -> Iterator[str]:
     """Modules of `files` that are imported anywhere: of `from a import b` a.b where that is a module, else a."""
-    for node in ast.walk(module):
+    for node in _statements(module):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in files)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -142,12 +150,23 @@ def _imported(module: ast.Module, files: Mapping[str, Path]) -> Iterator[str]:
                 yield node.module
 
 
+def module_name(path: PurePath) -> str:
+    """`path` is relative to the folder that imports begin in."""
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def import_graph(files: Mapping[str, Path]) -> dict[str, set[str]]:
+    """Module -> the others of `files` (module -> file) that it imports, also within functions or for types alone.
+    A file that does not exist imports nothing."""
+    return {
+        name: set(_imported(parsed(path), files)) - {name} if path.exists() else set() for name, path in files.items()
+    }
+
+
 def circles(tree: Path) -> list[list[str]]:
     """Sets of modules that import each other in a circle, by whatever way."""
-    files = {
-        ".".join(path.relative_to(tree).with_suffix("").parts).removesuffix(".__init__"): path for path in sources(tree)
-    }
-    edges = {name: set(_imported(_parsed(path), files)) - {name} for name, path in files.items()}
+    files = {module_name(path.relative_to(tree)): path for path in sources(tree)}
+    edges = import_graph(files)
 
     def reachable(start: str) -> set[str]:
         seen: set[str] = set()
