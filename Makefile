@@ -1,5 +1,5 @@
 # Everything builds its own .venv and installs what is missing; needs Python 3.11 or later and make.
-#   make demo [DATA=drives]   make test   make test-rest   make test-all   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
+#   make demo [DATA=drives]   make affected [BASE=REF SECONDS=60 ARGS=--list]   make test   make test-rest   make test-all   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
 #   make bench [ARGS="--legs disk --seconds 60" | ARGS=--curves | ARGS="--peer-rust BINARY"]
 #   make fuzz [MINUTES=10]   make simulate [SEEDS=10000 START=SEED]   make chaos   make operate   make spark-cluster   make interop   make brokers   make attack [ATTACK=polls SECONDS=20]
 #   make house [ARGS=--walks]   make docs   make lock   make lowest [ARGS=tests/...]   make audit       LOCK= installs the newest versions that pyproject.toml allows
@@ -22,6 +22,7 @@ endif
 MINUTES ?= 10
 ATTACK ?=
 SECONDS ?=
+BASE   ?=
 COMPILED ?=
 WORKERS ?= 4  # of pytest-xdist: half of the time of a test is waiting, so more than there are processors
 PYTEST  := -m pytest -n $(WORKERS) --dist worksteal --durations 30 --durations-min 5
@@ -31,7 +32,7 @@ ifneq ($(COMPILED),)
 export UP_STREAMER_COMPILED := $(COMPILED)
 endif
 
-.PHONY: core demo test test-rest test-interpreted test-all check format house fuzz simulate chaos operate attack interop brokers spark-cluster bench proto spec-coverage config-reference wheel docs lock lowest audit clean
+.PHONY: core demo affected test test-rest test-interpreted test-all check format house fuzz simulate chaos operate attack interop brokers spark-cluster bench proto spec-coverage config-reference wheel docs lock lowest audit clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml $(LOCK)
@@ -52,6 +53,11 @@ core: $(STAMP)  # built anew when a source has changed, and says which it is whe
 demo: core  # with the recorded drives of ../shared, if they are there
 	@$(if $(findstring --without-mqtt,$(ARGS)),:,$(BIN)/python -m tools.mosquitto >/dev/null || true)
 	@$(BIN)/up-streamer demo $(if $(DATA),--data '$(DATA)',$(if $(wildcard ../shared/data/obd/*.csv),--data ../shared/data/obd --seconds 1800)) $(ARGS)
+
+affected: $(STAMP)  # a minute of the tests that a change touches, nearest first; nothing is compiled for it
+	@$(BIN)/python -m tools.mosquitto || test "$$CI" != true
+	@$(BIN)/python -m tools.affected $(if $(BASE),--base '$(BASE)') $(if $(SECONDS),--seconds '$(SECONDS)') \
+	  $(PYTEST) --dist load --maxschedchunk 1 $(FAST) $(ARGS)
 
 test: core  # docs/developing.md: what it leaves out, and how to run one test
 	@$(BIN)/python -m tools.mosquitto || test "$$CI" != true
