@@ -19,6 +19,8 @@ from tools.house import PRODUCT
 ROOT = Path(__file__).resolve().parent.parent
 HERE = Path(__file__).resolve()
 READINGS = ROOT / "docs" / "readings.md"
+MAP = ROOT / "docs" / "index.md"
+README_PAGES_MAX = 5
 SKIPPED = {READINGS, HERE, ROOT / "docs" / "spec-coverage.md"}  # the list itself, and what is made of other files
 FOLDERS = ("docs", "tests", "tools", "deploy", "examples", "campaigns", ".github")
 TEXT = {".py", ".md", ".toml", ".proto", ".yml", ".conf", ".service"}
@@ -100,9 +102,39 @@ def test_files_that_are_named_are_there(page: Path) -> None:
         )
 
 
-def test_every_page_is_in_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert not [page.name for page in (ROOT / "docs").glob("*.md") if f"docs/{page.name}" not in readme]
+def linked(text: str) -> list[str]:
+    """The files that a text links to, without the headings in them."""
+    return [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+
+
+def test_the_map_has_each_page_once() -> None:
+    """Of the decisions (docs/adr) it has the folder."""
+    pages = {path.relative_to(MAP.parent) for path in MAP.parent.rglob("*.md")} - {Path(MAP.name)}
+    expected = ["adr", *(page.as_posix() for page in pages if page.parts[0] != "adr")]
+    targets = [target for target in linked(MAP.read_text(encoding="utf-8")) if not target.startswith("../")]
+    assert sorted(targets) == sorted(expected)
+
+
+def test_the_map_is_in_the_sections_of_the_site() -> None:
+    heads = re.split(r"^## (.*)$", MAP.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    rows = re.compile(r"^\| \[([^\]]+)\]\(([^)]+\.md)\) \|", re.MULTILINE)
+    first, *sections = tomllib.loads((MAP.parent / "site.toml").read_text(encoding="utf-8"))["project"]["nav"]
+    assert list(first.values()) == [MAP.name]
+    shown = [
+        (name, [page for row in pages for page in row.items()]) for each in sections for name, pages in each.items()
+    ]
+    assert shown == [(name, rows.findall(text)) for name, text in zip(heads[::2], heads[1::2], strict=True)]
+
+
+def test_the_readme_is_no_second_map() -> None:
+    """It links to the map and a few pages beside the claims, each of which names its proof."""
+    claims, others = [], []
+    for section in re.split(r"^## ", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE):
+        pages = [target for target in linked(section) if target.startswith("docs/")]
+        (claims if section.startswith("What you get") else others).extend(pages)
+    assert claims
+    assert "docs/index.md" in others
+    assert len(set(others)) <= README_PAGES_MAX, sorted(set(others))
 
 
 MIB, KIB = 1 << 20, 1 << 10

@@ -48,7 +48,7 @@ def test_a_link_that_leaves_docs_leads_to_a_copy(tmp_path: Path, monkeypatch: py
     assert not re.search(r"\]\(\.\./", page)
     assert "`.ci/run`" in (tmp_path / "source" / "developing.md").read_text()
     copied = (tmp_path / "source" / "files" / "README.md").read_text()
-    assert "](../configuration.md)" in copied
+    assert "](../getting-started.md)" in copied
     toml = (tmp_path / "source" / "files" / "pyproject.toml.md").read_text()
     assert toml.startswith("# pyproject.toml\n\n````toml\n")
 
