@@ -1,4 +1,4 @@
-"""Creates the parts that depend only on the configuration; assembly.py connects them.
+"""Creates what depends only on the configuration; assembly.py connects it.
 
 Config -> endpoints_of -> usubscription_of -> interest_sources_of
        -> logs_of: opens the files, and reads the ids of recent messages

@@ -68,6 +68,34 @@ UPROTOCOL_LAYERS = (
     ("transport",),
     ("communication",),
 )
+STREAMER_LAYERS = (
+    # The words of all rooms: a histogram, operations, spans, what a recovery source is; conditions and samples.
+    ("durations", "operation", "spans", "recovery_source"),
+    ("reporting",),
+    # What all HTTP ports share: limits of connections, names of hosts. Dead letters: what could not be delivered.
+    ("http", "letters"),
+    # The way of a message: from a network into a log, and from the view of who wants it to a network.
+    ("walk",),
+    # What waits for one endpoint and leaves for it: positions, holds, the pump.
+    ("egress",),
+    # Other histories into our log, and ours handed over to who follows it.
+    ("following",),
+    # The TOML file, and what waits for an endpoint that it gives another name.
+    ("config", "renaming"),
+    # What reports and controls; GRIP for backends that are not ours.
+    ("operating", "grip"),
+    # Streams for HTTP clients; sources of what a topic's stream has lost.
+    ("edge", "recovery"),
+    # What is made of the configuration alone, and all that a message passes, connected.
+    ("building",),
+    ("assembly",),
+    # One part: what it loads, runs, reports, and how it takes over a change. Then the parts, and who runs them.
+    ("part",),
+    ("parts",),
+    ("app",),
+    # The command line.
+    ("commands",),
+)
 COMMUNICATION_LAYERS = (("api",), ("pubsub", "rpc_client", "rpc_server"))
 
 NOT_IN_UPROTOCOL = {
@@ -192,6 +220,12 @@ def test_uprotocol_is_built_in_layers() -> None:
     _check_layers("uprotocol.communication", COMMUNICATION_LAYERS)
     known = {name for names in UPROTOCOL_LAYERS for name in names} | {"core", "v1", "cache", "pacing"}
     assert {module.split(".")[1] for module, _ in ALL if module.startswith("uprotocol.")} <= known
+
+
+def test_the_streamer_is_built_in_layers() -> None:
+    _check_layers("streamer", STREAMER_LAYERS)
+    known = [name for names in STREAMER_LAYERS for name in names]
+    assert sorted(known) == sorted({module.split(".")[1] for module, _ in ALL if module.startswith("streamer.")})
 
 
 def test_uprotocol_has_no_sockets_files_or_threads() -> None:

@@ -5,8 +5,9 @@ python -m tools.house [--tree DIR] [--walks] [--names]
 tree -> lines of each package (generated code aside), lines over 120 columns
      -> runs of ten lines that stand in two files
      -> names of classes and type aliases that stand in two files
-     -> classes of more than CLASS_LINES_MAX lines
-     -> circles of imports, counting imports inside functions and those for types alone
+     -> objects of more than OBJECT_LINES_MAX lines: a class with those that it inherits from
+     -> circles of imports, counting imports inside functions and those for types alone: of modules, and of rooms
+        (a room is a folder, or a module at the root of a package), and pairs of rooms that import each other
 --walks: the functions and files that one message enters (tools/walks.py)
 
 tests/test_house.py holds the ceilings.
@@ -22,7 +23,7 @@ import logging
 import sys
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from pathlib import Path, PurePath
 from typing import Final
@@ -42,7 +43,7 @@ PRODUCT: Final = (
 )
 COLUMNS_MAX: Final = 120
 SHARED_LINES: Final = 10
-CLASS_LINES_MAX: Final = 350
+OBJECT_LINES_MAX: Final = 400
 LAYOUT: Final = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.COMMENT}
 
 
@@ -118,16 +119,31 @@ def names_twice(tree: Path) -> dict[str, list[str]]:
     return {name: files for name, files in sorted(found.items()) if len(files) > 1}
 
 
-def long_classes(tree: Path) -> dict[str, int]:
-    """Classes of more than CLASS_LINES_MAX lines: `file:class` -> lines."""
-    found: dict[str, int] = {}
+def long_objects(tree: Path) -> dict[str, int]:
+    """Objects of more than OBJECT_LINES_MAX lines: `file:class` -> lines of the class and of all that it inherits from
+    in the product. A class that others inherit from is not counted by itself."""
+    classes: dict[str, tuple[Path, ast.ClassDef]] = {}
     for path in sources(tree):
         for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.ClassDef) and node.end_lineno is not None:
-                lines = node.end_lineno - node.lineno + 1
-                if lines > CLASS_LINES_MAX:
-                    found[f"{path.relative_to(tree)}:{node.name}"] = lines
-    return found
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, (path, node))
+
+    def bases(name: str) -> set[str]:
+        named = [base.value if isinstance(base, ast.Subscript) else base for base in classes[name][1].bases]
+        known = {base.id for base in named if isinstance(base, ast.Name) and base.id in classes} - {name}
+        return known.union(*map(bases, known))
+
+    def lines(name: str) -> int:
+        node = classes[name][1]
+        return (node.end_lineno or node.lineno) - node.lineno + 1
+
+    inherited = {base for name in classes for base in bases(name)}
+    sizes = {name: lines(name) + sum(map(lines, bases(name))) for name in classes.keys() - inherited}
+    return {
+        f"{classes[name][0].relative_to(tree)}:{name}": size
+        for name, size in sorted(sizes.items(), key=lambda item: -item[1])
+        if size > OBJECT_LINES_MAX
+    }
 
 
 def _statements(block: ast.AST) -> Iterator[ast.AST]:
@@ -163,25 +179,60 @@ def import_graph(files: Mapping[str, Path]) -> dict[str, set[str]]:
     }
 
 
-def circles(tree: Path) -> list[list[str]]:
-    """Sets of modules that import each other in a circle, by whatever way."""
-    files = {module_name(path.relative_to(tree)): path for path in sources(tree)}
-    edges = import_graph(files)
+def _product_graph(tree: Path) -> dict[str, set[str]]:
+    return import_graph({module_name(path.relative_to(tree)): path for path in sources(tree)})
+
+
+def circles(graph: Mapping[str, Set[str]]) -> list[list[str]]:
+    """Sets of nodes that lead to each other in a circle, by whatever way."""
 
     def reachable(start: str) -> set[str]:
         seen: set[str] = set()
         waiting = [start]
         while waiting:
-            for other in edges[waiting.pop()] - seen:
+            for other in graph[waiting.pop()] - seen:
                 seen.add(other)
                 waiting.append(other)
         return seen
 
-    reach = {name: reachable(name) for name in files}
-    found = {
-        tuple(sorted(other for other in reach[name] if name in reach[other])) for name in files if name in reach[name]
+    reach = {name: reachable(name) for name in graph}
+    sets = {
+        tuple(sorted(other for other in reach[name] if name in reach[other])) for name in graph if name in reach[name]
     }
-    return [list(one) for one in sorted(found)]
+    return [list(names) for names in sorted(sets)]
+
+
+def module_circles(tree: Path) -> list[list[str]]:
+    """Sets of modules that import each other in a circle."""
+    return circles(_product_graph(tree))
+
+
+def _room_graph(tree: Path) -> dict[str, set[str]]:
+    """Room -> rooms that its modules import. A folder is a room, and so is a module at the root of a package that has
+    folders; the `__init__` of a package with folders only names what is in them."""
+    packages = {module_name(path.relative_to(tree)) for path in sources(tree) if path.name == "__init__.py"}
+    parted = {package.partition(".")[0] for package in packages if "." in package}
+
+    def room_of(module: str) -> str:
+        package = module if module in packages else module.rpartition(".")[0]
+        return module if package in parted else package
+
+    rooms: dict[str, set[str]] = defaultdict(set)
+    for module, imported in _product_graph(tree).items():
+        if module not in parted:
+            rooms[room_of(module)].update(room_of(other) for other in imported - parted)
+    return {room: imported - {room} for room, imported in rooms.items()}
+
+
+def room_circles(tree: Path) -> list[list[str]]:
+    """Sets of rooms that import each other in a circle."""
+    return circles(_room_graph(tree))
+
+
+def room_pairs(tree: Path) -> list[tuple[str, str]]:
+    """Pairs of rooms that import each other."""
+    graph = _room_graph(tree)
+    return sorted((room, other) for room in graph for other in graph[room] if room < other and room in graph[other])
 
 
 def show(tree: Path) -> None:
@@ -200,9 +251,11 @@ def show(tree: Path) -> None:
     print(f"{'all':<22}{total['files']:>6}{total['lines']:>8}{total['code']:>8}{total['over 120']:>10}")
     _show_list(f"places that share {SHARED_LINES} lines", shared_runs(tree))
     _show_list("names in two or more files", [f"{name}: {', '.join(at)}" for name, at in names_twice(tree).items()])
-    long = sorted(long_classes(tree).items(), key=lambda item: -item[1])
-    _show_list(f"classes above {CLASS_LINES_MAX} lines", [f"{lines} {name}" for name, lines in long])
-    _show_list("circles of imports", [" <-> ".join(one) for one in circles(tree)])
+    objects = [f"{lines} {name}" for name, lines in long_objects(tree).items()]
+    _show_list(f"objects above {OBJECT_LINES_MAX} lines", objects)
+    _show_list("circles of imports between modules", [" <-> ".join(names) for names in module_circles(tree)])
+    _show_list("circles of imports between rooms", [" <-> ".join(names) for names in room_circles(tree)])
+    _show_list("pairs of rooms that import each other", [" <-> ".join(pair) for pair in room_pairs(tree)])
 
 
 def _show_list(title: str, rows: list[str]) -> None:

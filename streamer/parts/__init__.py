@@ -21,4 +21,5 @@ unmatched.py          Patterns of the configuration that match nothing
 status.py             What a streamer does, and why: one object; backups
 reloading.py          Takes over a changed configuration while the streamer runs
 admin.py              The admin port
+ports.py              What the parts with an HTTP port do the same
 """

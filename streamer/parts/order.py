@@ -27,7 +27,7 @@ from streamer.parts.status import StatusPart
 from streamer.parts.storage import StoragePart
 from streamer.parts.tracing import TracingPart
 from streamer.parts.unmatched import UnmatchedPart
-from streamer.parts.usubscription import SubscriptionStore, UnservedPart, USubscriptionPart
+from streamer.parts.usubscription import SubscriptionFile, UnservedPart, USubscriptionPart
 
 ORDER: Final[tuple[tuple[type[Part], str], ...]] = (
     (StoragePart, "the logs are open already; whatever uses them ends before they are closed"),
@@ -38,7 +38,7 @@ ORDER: Final[tuple[tuple[type[Part], str], ...]] = (
     (Readiness, "reports what follows while it starts"),
     (PausePart, "loads before the pumps: their endpoints may have been paused under another name"),
     (PumpPart, "loads before anything can append: records from now on are for the pumps"),
-    (SubscriptionStore, "its file is open before the interest is loaded, which may read it"),
+    (SubscriptionFile, "its file is open before the interest is loaded, which may read it"),
     (StoredInterest, "for whom messages are, as far as is known: before a network is listened to"),
     (WithoutRulePart, "looks at the interest"),
     (SenderPart, "counts from the first message on"),

@@ -20,7 +20,7 @@ REOPEN_MS_MAX: Final = 30_000  # between attempts to open a file on a full disk
 log = structlog.get_logger()
 
 
-class SubscriptionStore(Part):
+class SubscriptionFile(Part):
     """Opens the file if the disk allows it. A file that can't be read or written is tried again by the service."""
 
     name = "subscriptions"
@@ -71,7 +71,7 @@ class USubscriptionPart(Part):
 
     def __init__(self, assembly: Assembly, parts: Parts) -> None:
         super().__init__(assembly, parts)
-        self._store = parts.of(SubscriptionStore)
+        self._store = parts.of(SubscriptionFile)
         self.is_started = False
 
     async def start(self) -> None:
