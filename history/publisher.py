@@ -20,10 +20,10 @@ from typing import Final, Self, Unpack
 
 import structlog
 
-from history.epochs.frontier import Time, wire_time
 from history.epochs.groups import Group
-from history.epochs.keeper import Keeper
 from history.log.log import RETENTION_MS, Log
+from history.records.epoch import Time, wire_time
+from history.service.keeper import Keeper
 from history.service.service import REPLY_BYTES_MAX, HistoryService
 from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris

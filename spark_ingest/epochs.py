@@ -26,8 +26,9 @@ from history.epochs.assembling import (
     begins_with_frontiers,
     concerns,
 )
-from history.epochs.frontier import NOTHING, Antichain, Time, is_covered, maximal, minimal, not_passed, raised
+from history.epochs.frontier import NOTHING, Antichain, is_covered, maximal, minimal, not_passed, raised
 from history.epochs.merging import GROUPS_MAX, LOGS_MAX, REST, is_replaced, passed_unread, times_of
+from history.records.epoch import Time
 from spark_ingest.decode import RecordColumns
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids

@@ -16,8 +16,8 @@ from typing import Any, Final
 import structlog
 from google.protobuf.message import Message
 
-from history.epochs.keeper import Keeper
 from history.service.gaps import Gaps
+from history.service.keeper import Keeper
 from history.service.service import HistoryService
 from storage.runtime import Runtime
 from streamer import building

@@ -16,8 +16,8 @@ import structlog
 from pydantic import ValidationError
 
 from history.epochs.groups import Group
-from history.epochs.keeper import Keeper
 from history.log.log import Log
+from history.service.keeper import Keeper
 from storage import faults
 from storage.disk import PRIVATE_FOLDER
 from storage.faults import Reserve

@@ -28,14 +28,7 @@ SHARED = {  # by all plugins
     "transports.certificates",
 }
 
-READING = {
-    "history.reading.client",
-    "history.records.visible",
-    "history.records.witness",
-    "history.epochs.frontier",
-    "history.epochs.assembling",
-    "history.epochs.merging",
-}
+READING = {"history.records", "history.epochs", "history.reading.client"}  # no log, and no file of one
 
 # module or package -> what it may import beside itself; the longest name that fits counts
 ALLOWED: dict[str, set[str]] = {
@@ -67,6 +60,20 @@ UPROTOCOL_LAYERS = (
     ("message", "permissions", "encoded"),
     ("transport",),
     ("communication",),
+)
+HISTORY_LAYERS = (
+    # Records, their epochs and witnesses, as they are stored and sent: both sides of a history know these.
+    ("records",),
+    # The file of one log: it is written, read, checked and saved, and records that are too old are deleted.
+    # Epochs: computed from the records alone, without I/O, where they are appended and again where they are read.
+    ("file", "epochs"),
+    # The log: appends and reads for the event loop, in a file or in memory, with cursors and streams.
+    ("log",),
+    # The service answers from the logs of this process what readers ask, and keeps the epochs of what is appended.
+    # Readers ask a service, elsewhere or in this process, by messages alone: they know neither it nor a log.
+    ("service", "reading"),
+    # A publisher with a log and a service of its own.
+    ("publisher",),
 )
 STREAMER_LAYERS = (
     # The words of all rooms: a histogram, operations, spans, what a recovery source is; conditions and samples.
@@ -220,6 +227,12 @@ def test_uprotocol_is_built_in_layers() -> None:
     _check_layers("uprotocol.communication", COMMUNICATION_LAYERS)
     known = {name for names in UPROTOCOL_LAYERS for name in names} | {"core", "v1", "cache", "pacing"}
     assert {module.split(".")[1] for module, _ in ALL if module.startswith("uprotocol.")} <= known
+
+
+def test_history_is_built_in_layers() -> None:
+    _check_layers("history", HISTORY_LAYERS)
+    known = [name for names in HISTORY_LAYERS for name in names]
+    assert sorted(known) == sorted({module.split(".")[1] for module, _ in ALL if module.startswith("history.")})
 
 
 def test_the_streamer_is_built_in_layers() -> None:

@@ -17,8 +17,8 @@ import sys
 from typing import Any
 
 from history.epochs.assembling import Assembler
-from history.reading.acceptor import Record
 from history.reading.subscriber import GaplessSubscriber, HistoryClient
+from history.records.record import Record
 from transports import plugin as plugins
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

@@ -10,7 +10,7 @@ from typing import Final
 from urllib.parse import parse_qsl
 
 from campaigns.fuzz.registry import refusing, target
-from history.reading.acceptor import Record
+from history.records.record import Record
 from streamer.edge.epoch_reader import cursor_in
 from streamer.edge.events import json_of
 from streamer.edge.positions import MARK, StreamStart, position_of, position_text

@@ -19,11 +19,12 @@ from google.protobuf.message import Message
 from campaigns.fuzz.registry import refusing, target
 from campaigns.fuzz.shapes import Dice, made
 from history.epochs.assembling import Assembler
-from history.epochs.frontier import Epoch
 from history.epochs.groups import Group
-from history.epochs.keeper import Keeper
 from history.log.log import Log
-from history.reading.acceptor import Acceptor, Record
+from history.reading.acceptor import Acceptor
+from history.records.epoch import Epoch
+from history.records.record import Record
+from history.service.keeper import Keeper
 from history.service.service import HistoryService
 from spark_ingest import offsets
 from spark_ingest.client import HistorySession

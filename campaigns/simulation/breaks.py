@@ -200,7 +200,7 @@ def _a_follower_holds_nothing() -> Patches:
 
 
 def _end_reported_too_early() -> Patches:
-    from history.epochs import keeper
+    from history.service import keeper
 
     insert = keeper._insert
 

@@ -20,13 +20,14 @@ from typing import Any, Final
 
 from campaigns.simulation.apps import RETRY_S, Publisher
 from history.epochs.assembling import Assembled, Assembler
-from history.epochs.frontier import Epoch, Time, is_ahead, precedes
+from history.epochs.frontier import is_ahead, precedes
 from history.epochs.merging import MISSED_EACH_MAX, REST
 from history.log.log import Log
-from history.reading.acceptor import Record
 from history.reading.client import Frames, HistoryClient
 from history.reading.following import FollowMode
 from history.reading.subscriber import GaplessSubscriber
+from history.records.epoch import Epoch, Time
+from history.records.record import Record
 from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

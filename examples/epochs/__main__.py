@@ -26,9 +26,9 @@ from rich.table import Table
 
 from examples.epochs.pictures import Point, draw
 from history.epochs.assembling import Assembler
-from history.epochs.frontier import Time
-from history.reading.acceptor import Record, decode
 from history.reading.subscriber import GaplessSubscriber, HistoryClient
+from history.records.epoch import Time
+from history.records.record import Record, decode
 from storage import logs
 from streamer.commands.demo import drive
 from streamer.commands.demo.processes import Child

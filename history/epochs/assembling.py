@@ -19,17 +19,7 @@ from typing import Any, Final, Literal
 
 from google.protobuf.message import DecodeError
 
-from history.epochs.frontier import (
-    NOTHING,
-    Antichain,
-    Epoch,
-    Time,
-    is_ahead,
-    is_covered,
-    maximal,
-    raised,
-    time_of,
-)
+from history.epochs.frontier import NOTHING, Antichain, is_ahead, is_covered, maximal, raised
 from history.epochs.merging import (
     REST,
     GroupKey,
@@ -41,7 +31,8 @@ from history.epochs.merging import (
     first_log,
     restored_time,
 )
-from history.reading.acceptor import Positions, Record
+from history.records.epoch import Epoch, Time, time_of
+from history.records.record import Positions, Record
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.ids import is_about_epochs, is_frontiers

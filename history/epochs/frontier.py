@@ -1,4 +1,4 @@
-"""Logical times, and the frontiers of a stream: which times are over, which are open, which have not begun. Pure.
+"""The frontiers of a stream: which logical times are over, which are open, which have not begun. Pure.
 
 hold (a time may come) -> see (a record of it) -> release -> PassedTimes: completed, or skipped if it had no record
 
@@ -19,38 +19,18 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from operator import le, sub
-from typing import Final, NamedTuple
+from typing import Final
 
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import LogicalTime
-from uprotocol.status import invalid
+from history.records.epoch import Time
 
-# A logical time: (second,), or (trip, lap, sector). It is less than or equal to another one if each of its numbers is,
-# so for some pairs neither is. All times of one stream have the same length.
-Time = tuple[int, ...]
 Antichain = frozenset[Time]  # no element is less than another one
 
 NOTHING: Final[Antichain] = frozenset()
-NUMBER_MIN: Final = -(1 << 63)  # of a time: the range on the wire and in a file
-NUMBER_MAX: Final = (1 << 63) - 1
-GROUP_MAX: Final = 64  # bytes of its name
-LENGTH_MAX: Final = 8  # numbers of a time
 ACTIVE_MAX: Final = 256  # open epochs of a group: each frontier names all of them
 FILTER_MAX: Final = 1_024  # of an antichain of several logs; more become one time greater than each
 PASSED_MAX: Final = 64  # of a frontier; more become one time that is greater than each
 ENDED_KEPT_MAX: Final = 1_024  # completed times that are distinguished from skipped ones
 SPANS_MAX: Final = 8  # spans of times that are distinguished; a cursor file contains them
-
-
-def time_of(time: LogicalTime) -> Time:
-    return tuple(time.numbers)
-
-
-def wire_time(time: Time) -> LogicalTime:
-    """Raises INVALID_ARGUMENT if `time` is not a tuple of 64-bit integers."""
-    try:
-        return LogicalTime(numbers=time)
-    except (TypeError, ValueError):
-        raise invalid(f"expected a time as a tuple of integers of 64 bits, got {time!r}") from None
 
 
 def precedes(one: Time, other: Time) -> bool:
@@ -241,10 +221,3 @@ class Frontier:
             oldest = next(iter(self._ended))
             del self._ended[oldest]
             self._forgotten = few(maximal([*self._forgotten, oldest]), PASSED_MAX)
-
-
-class Epoch(NamedTuple):
-    """The epoch of a record: a time of a group of topics."""
-
-    group: str
-    time: Time

@@ -24,19 +24,9 @@ from typing import Final, NamedTuple
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import DecodeError
 
-from history.epochs.frontier import (
-    ACTIVE_MAX,
-    LENGTH_MAX,
-    NUMBER_MIN,
-    Epoch,
-    EpochState,
-    Frontier,
-    PassedTimes,
-    Time,
-    time_of,
-    wire_time,
-)
+from history.epochs.frontier import ACTIVE_MAX, EpochState, Frontier, PassedTimes
 from history.records.chunk import ID_BYTES, message_id
+from history.records.epoch import LENGTH_MAX, NUMBER_MIN, Epoch, Time, time_of, wire_time
 from history.records.witness import seqs_of
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

@@ -23,12 +23,9 @@ from google.protobuf.message import DecodeError
 
 from history.epochs.frontier import (
     ACTIVE_MAX,
-    GROUP_MAX,
-    LENGTH_MAX,
     NOTHING,
     Antichain,
     Spans,
-    Time,
     is_ahead,
     is_covered,
     maximal,
@@ -36,9 +33,9 @@ from history.epochs.frontier import (
     not_passed,
     precedes,
     raised,
-    time_of,
 )
-from history.reading.acceptor import Positions, Record
+from history.records.epoch import GROUP_MAX, LENGTH_MAX, Time, time_of
+from history.records.record import Positions, Record
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, GroupFrontier
 
 LOGS_MAX: Final = 16  # of one keeper; it has a durable and a volatile one

@@ -16,12 +16,12 @@ from typing import Any, Final
 
 import structlog
 
-from history.epochs.frontier import Epoch
 from history.file.load import FOLLOWED_PREFIX, Cursor, Extent
 from history.file.retention import Ages
 from history.file.rows import LOG
 from history.file.store import LogChanges, Store
 from history.records.chunk import Chunk, Origin, RetentionLoss, Stream, StreamProgress
+from history.records.epoch import Epoch
 from storage.faults import is_damage, is_full
 from storage.runtime import Gathering, Worker
 from uprotocol.encoded import Carried

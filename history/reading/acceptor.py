@@ -13,45 +13,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from google.protobuf.message import DecodeError
-
-from history.epochs.frontier import GROUP_MAX, LENGTH_MAX, Epoch, time_of
 from history.records import witness
-from history.records.chunk import INCARNATION_BYTES, SEQ_MAX, Origin
+from history.records.chunk import SEQ_MAX
+from history.records.record import Positions, Record, decode
 from history.records.witness import Known, gap_of
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollResponse, Position, RecordBatch
-from uprotocol.encoded import EncodedMessage
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollResponse, Position
 from uprotocol.v1.umessage_pb2 import UMessage
 
 # topics whose newest record is remembered; for others, those without a record for longest, the position is used
 TOPICS_TRACKED_MAX: Final = 65_536
 # refusals in a row; then the missing records are reported as a gap, because asking again does not help
 REFUSED_MAX: Final = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One message of a history. `time_ms`: when it was appended, Unix milliseconds. `origin`: the log and seq at which
-    it was first appended, if that is another log. `epoch`: of the record, if its topic is in a group with epochs."""
-
-    incarnation: bytes
-    seq: int
-    prev_seq: int
-    time_ms: int
-    message: Any  # a UMessage, or what reads like one
-    origin: Origin | None = None
-    epoch: Epoch | None = None
-
-    @property
-    def topic(self) -> tuple[bytes, bytes, bytes]:
-        """Log, source and sink. `prev_seq` names the record before it of the same topic."""
-        if type(self.message) is EncodedMessage:  # it has its address in serialized form
-            return self.incarnation, self.message.stamp.address, b""
-        attributes = self.message.attributes
-        return self.incarnation, attributes.source.SerializeToString(), attributes.sink.SerializeToString()
-
-
-Positions = dict[bytes, int]
 
 
 @dataclass(slots=True)
@@ -243,48 +215,3 @@ class Acceptor:
 def went_back(gap: Gap) -> bool:
     """Returns whether the gap says that the log went back behind what its reader knows, and goes on at `before_seq`."""
     return gap.reason == Gap.REASON_CORRUPTION and gap.before_seq - 1 <= gap.after_seq
-
-
-def decode(batch: RecordBatch, read: Callable[[bytes], Any] = UMessage.FromString) -> list[Record | int] | None:
-    """Returns the records; for one that is not a UMessage only its seq. None if the columns have different lengths, or
-    a seq, an origin or an epoch is invalid."""
-    columns = (batch.seq, batch.prev_seq, batch.time_ms, batch.message)
-    if len({len(column) for column in columns}) != 1:
-        return None
-    if batch.seq and not (min(batch.seq) > 0 and max(*batch.seq, *batch.prev_seq) <= SEQ_MAX):
-        return None
-    none = [None] * len(batch.seq)
-    origins = _origins(batch) if batch.origin_incarnation or batch.origin or batch.origin_seq else none
-    epochs = _epochs(batch) if batch.epochs or batch.epoch else none
-    if origins is None or epochs is None:
-        return None
-    records: list[Record | int] = []
-    for seq, prev_seq, time_ms, data, origin, epoch in zip(*columns, origins, epochs, strict=True):
-        try:
-            records.append(Record(batch.incarnation, seq, prev_seq, time_ms, read(data), origin, epoch))
-        except DecodeError:
-            records.append(seq)
-    return records
-
-
-def _origins(batch: RecordBatch) -> Sequence[Origin | None] | None:
-    """Returns one for each record; None if the columns are invalid."""
-    logs, numbers, seqs = batch.origin_incarnation, batch.origin, batch.origin_seq
-    if not len(numbers) == len(seqs) == len(batch.seq) or {len(log) for log in logs} - {INCARNATION_BYTES}:
-        return None
-    if max(numbers, default=0) > len(logs) or max(seqs, default=0) > SEQ_MAX:
-        return None
-    pairs = list(zip(numbers, seqs, strict=True))
-    if any(number and not seq for number, seq in pairs):
-        return None
-    return [Origin(logs[number - 1], seq) if number else None for number, seq in pairs]
-
-
-def _epochs(batch: RecordBatch) -> Sequence[Epoch | None] | None:
-    """Returns one for each record; None if the columns are invalid."""
-    known = [Epoch(one.group, time_of(one.time)) for one in batch.epochs]
-    if len(batch.epoch) != len(batch.seq) or max(batch.epoch, default=0) > len(known):
-        return None
-    if not all(0 < len(one.group.encode()) <= GROUP_MAX and 0 < len(one.time) <= LENGTH_MAX for one in known):
-        return None
-    return [known[number - 1] if number else None for number in batch.epoch]

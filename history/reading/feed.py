@@ -21,11 +21,12 @@ from typing import Any, Final, Self
 
 import structlog
 
-from history.reading.acceptor import Acceptor, Positions, ReaderState, Record, Verdict, decode
+from history.reading.acceptor import Acceptor, ReaderState, Verdict
 from history.reading.client import HistoryClient
 from history.reading.following import Following, FollowingOptions
+from history.records.limits import WILDCARD_PATTERNS_MAX
+from history.records.record import Positions, Record, decode
 from history.records.witness import seqs_of
-from history.service.matches import WILDCARD_PATTERNS_MAX
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.cache import Cache

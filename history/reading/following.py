@@ -23,12 +23,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Self
 
-from history.reading.acceptor import Positions, ReaderState, went_back
+from history.reading.acceptor import ReaderState, went_back
 from history.reading.client import AGAIN, WAIT_MS_MAX, AnswerTimeout, FrontierPages, HistoryClient, Poller
 from history.records.chunk import plain_address
-from history.service.followers import WINDOW_BYTES_MAX
-from history.service.matches import PATTERNS_MAX
-from history.service.poll import CONSUMER_LEASE_MS
+from history.records.limits import CONSUMER_LEASE_MS, PATTERNS_MAX, WINDOW_BYTES_MAX
+from history.records.record import Positions
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     CommandRequest,
     Frame,

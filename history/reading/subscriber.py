@@ -23,11 +23,12 @@ from typing import Any, Final, Self
 import structlog
 
 from history.epochs.assembling import Assembled, Assembler
-from history.reading.acceptor import Accepted, Acceptor, Positions, ReaderState, Record
+from history.reading.acceptor import Accepted, Acceptor, ReaderState
 from history.reading.client import WAIT_MS_MAX, HistoryClient
 from history.reading.following import Following, FollowingOptions, FollowMode
-from history.service.consumers import checked_holder
-from history.service.matches import HIDDEN, PATTERNS_MAX
+from history.records.limits import PATTERNS_MAX, checked_holder
+from history.records.record import Positions, Record
+from history.records.visible import NOTHING_VISIBLE
 from storage.disk import REAL_DISK
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
@@ -464,7 +465,7 @@ class GaplessSubscriber:
     def _on_denied(self, topic: UUri) -> None:
         self._denied += 1
         if self._denied == len(self._following.topics):
-            raise UStatusError(UCode.PERMISSION_DENIED, HIDDEN)
+            raise UStatusError(UCode.PERMISSION_DENIED, NOTHING_VISIBLE)
 
 
 __all__ = ["CursorFile", "GaplessSubscriber", "HistoryClient", "Positions", "ReaderState", "Record"]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
-from history.epochs.frontier import LENGTH_MAX, Epoch
+from history.records.epoch import LENGTH_MAX, Epoch
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.ids import ENTITY, FRONTIERS
 from uprotocol.encoded import Carried, EncodedMessage, Stamps

@@ -250,3 +250,5 @@ def _parsed(texts: list[Any]) -> Patterns:
 
 
 EVERYTHING_VISIBLE: Final = Visible.made((), (), [(uris.WILDCARD_AUTHORITY, Road())])
+# an error for callers to whom nothing of what they ask for is visible
+NOTHING_VISIBLE: Final = "the rules, or [[access]], of this streamer let you read none of these topics"

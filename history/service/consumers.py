@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from history.records.limits import checked_holder
 from uprotocol.communication.shares import CALLERS_SHARE, Shares
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 CONSUMERS_MAX: Final = 1_000  # names in all; peers of the streamer have further cursors
 OWNERS_SHARE: Final = 2  # one uEntity has at most half of its authority's names, so that others on the host get some
 CONSUMER_LENGTH_MAX: Final = 200  # characters
-HOLDER_LENGTH_MAX: Final = 64  # characters
 LEAVES_MS: Final = 1  # a lease this short ends the holder's use at once
 BOUND_MS: Final = 7 * 24 * 3_600_000  # how long a name keeps its owner after its last use: the longest lease
 TOUCH_MS: Final = 3_600_000  # precision of the last use; it is not written with each poll
@@ -87,14 +87,6 @@ def owner_of(row_name: str) -> Owned | None:
         return Owned(consumer, Owner(authority, int(ue_type, 16)), holder)
     except ValueError:  # a damaged row
         return None
-
-
-def checked_holder(holder: str) -> str:
-    """Raises INVALID_ARGUMENT."""
-    if len(holder) > HOLDER_LENGTH_MAX or not holder.isprintable():
-        what = f"expected a holder of at most {HOLDER_LENGTH_MAX} printable characters"
-        raise invalid(f"{what}, got {holder[:50]!r}")
-    return holder
 
 
 class Consumers:

@@ -22,7 +22,8 @@ import structlog
 
 from history.log.log import Log
 from history.records.chunk import Chunk, plain_address
-from history.service.matches import PATTERNS_MAX, WILDCARD_PATTERNS_MAX, Match, Matches, Sight, Sights, pattern_of
+from history.records.limits import PATTERNS_MAX, WILDCARD_PATTERNS_MAX, WINDOW_BYTES_MAX
+from history.service.matches import Match, Matches, Sight, Sights, pattern_of
 from history.service.poll import LEASE_MS_MAX, CheckedPoll, Poll, checked, consumer_lease_ms
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -44,7 +45,6 @@ FOLLOWER_BYTES: Final = 16  # of its name
 LEASE_MS_DEFAULT: Final = 120_000  # four times the longest wait of our client
 LEASE_MS_MIN: Final = 1_000
 SWEEP_S: Final = 1.0  # between checks for expired leases
-WINDOW_BYTES_MAX: Final = 8 << 20  # sent and not yet taken by one follower: 20 MB/s with a round trip of 200 ms
 WINDOW_BYTES_MIN: Final = 64 << 10  # of each push, if there are many
 WINDOW_FRAMES_MAX: Final = 1_024  # sent and not yet taken, if frames are small
 TELL_SHARE: Final = 4  # the follower is asked for its progress after each quarter of the window

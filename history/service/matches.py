@@ -21,7 +21,8 @@ from typing import Final, NamedTuple
 
 from history.log.log import Log, Stream
 from history.records.chunk import authority_of, is_publish, kind_of, plain_address
-from history.records.visible import EVERYTHING_VISIBLE, Visible
+from history.records.limits import PATTERNS_MAX, WILDCARD_PATTERNS_MAX
+from history.records.visible import EVERYTHING_VISIBLE, NOTHING_VISIBLE, Visible
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
 from uprotocol.communication.shares import CALLERS_SHARE
@@ -36,14 +37,11 @@ FEW_MAX: Final = 8_192  # streams whose newest records are compared one by one; 
 DOUBTFUL_MAX: Final = 4_096  # streams of which the first record that is left is looked for, in ...
 DOUBTFUL_STEPS_MAX: Final = 32  # ... so many scans: some 10 ms each
 OTHERS_MAX: Final = 64  # streams that do not match are known one by one: the index finds their records
-PATTERNS_MAX: Final = 1_000  # of one request; a caller that wants more uses wildcards
-WILDCARD_PATTERNS_MAX: Final = 64  # each is compared with every kind of stream
 PATTERNS_KNOWN_MAX: Final = 8_192  # valid topics in the cache of `pattern_of`; some 4 MB when it is full
 KINDS_MAX: Final = 4_096  # kinds of topics, and authorities, in the caches of one match; some 100 bytes each
 CACHED_MAX: Final = 1_024  # sets of patterns; consumers use the same ones from poll to poll
 CACHED_BYTES_MAX: Final = 64 << 20  # of the ids of their streams: five that match all of 262,144 topics
 ID_BYTES: Final = 45  # of an id in a set
-HIDDEN: Final = "the rules, or [[access]], of this streamer let you read none of these topics"
 
 PatternKey = tuple[str, int, int, int]
 
@@ -420,7 +418,7 @@ class Matches:
             # on no log, so the refusal reveals nothing about one.
             may_see = any(one.is_wild or sight.sees(one.uri, None) for one in patterns.values()) or not patterns
             if not may_see or sight.visible.is_nothing:
-                raise UStatusError(UCode.PERMISSION_DENIED, HIDDEN)
+                raise UStatusError(UCode.PERMISSION_DENIED, NOTHING_VISIBLE)
             self._evict(caller)
             known = (caller, self.make([one.uri for one in patterns.values()] or [uris.ANY], sight))
         self._cached[key] = known

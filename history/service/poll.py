@@ -21,9 +21,10 @@ from typing import Final, Protocol
 
 from google.protobuf.message import DecodeError
 
-from history.epochs.frontier import Epoch, time_of
 from history.log.log import Log, position_before
 from history.records.chunk import INCARNATION_BYTES, Chunk, Scan, message_id, numbered
+from history.records.epoch import Epoch, time_of
+from history.records.limits import CONSUMER_LEASE_MS
 from history.records.witness import WITNESSES_MAX, Known, digest_of, gap_of, up_to
 from history.service.matches import Match, Sight
 from history.service.planning import PLAN_CUTS_MAX, PLAN_RECORDS_MAX, PLAN_STEPS_MAX, Cuts, log_plan, plan_step
@@ -46,7 +47,6 @@ POLL_RECORDS_MAX: Final = 10_000  # with some 24 bytes of columns each, and ...
 POLL_BYTES_MAX: Final = 768 << 10  # ... these of messages, a reply stays below 1 MiB, which every transport carries
 WAIT_MS_MAX: Final = 60_000  # within this time the service notices that a caller has gone
 TTL_MARGIN_MS: Final = 200  # this, or a tenth of the request's ttl, is left for the reply to arrive
-CONSUMER_LEASE_MS: Final = 60_000  # by default
 LEASE_MS_MAX: Final = 7 * 24 * 3_600_000
 FRONTIERS_PAGE: Final = struct.Struct(f">{INCARNATION_BYTES}sq")  # a log, and the last stream of it that was listed
 # a streamer has two logs; each other one is a log that no longer exists and costs a gap in the reply

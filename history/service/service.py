@@ -26,11 +26,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from history.epochs.keeper import Keeper
 from history.log.log import Log, Stream
+from history.records.limits import WINDOW_BYTES_MAX
 from history.records.witness import seqs_of
 from history.service.consumers import LEAVES_MS, Consumers, Owner, cursor_name
-from history.service.followers import TOPICS_MAX, WINDOW_BYTES_MAX, Followers, Keeping
+from history.service.followers import TOPICS_MAX, Followers, Keeping
+from history.service.keeper import Keeper
 from history.service.matches import EVERYTHING, Match, Matches, Sights
 from history.service.poll import Poll, checked
 from uprotocol import uuid as uuids

@@ -10,11 +10,12 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from history.epochs.frontier import Time, maximal
+from history.epochs.frontier import maximal
 from history.epochs.groups import Buckets
 from history.file.damage import Damage
-from history.reading.acceptor import Record, decode
 from history.reading.subscriber import HistoryClient
+from history.records.epoch import Time
+from history.records.record import Record, decode
 from storage import logs
 from streamer.commands import client, terminal
 from streamer.commands.options import AsJson, DataDir, Network, Where

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from history.epochs import keeper
 from history.epochs.groups import Buckets, Progress
 from history.file.rows import LOG as LOG_KIND
+from history.service import keeper
 from storage.disk import REAL_DISK, BadMarkError, FileKind, InUseError, read_mark
 from storage.faults import DamagedError
 from streamer import building

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, Self
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from history.epochs.keeper import GROUPS_MAX
+from history.service.keeper import GROUPS_MAX
 from storage import logs
 from streamer.config.edge import ChannelSection, GripSection, HttpSection, ProxySection, RecoverySection, one_topic
 from streamer.config.sections import (

@@ -11,7 +11,8 @@ from typing import Final
 
 from aiohttp import web
 
-from history.reading.acceptor import Accepted, Positions, ReaderState
+from history.reading.acceptor import Accepted, ReaderState
+from history.records.record import Positions
 from streamer.edge.events import id_line
 from streamer.edge.feeds import AGAIN, AGAIN_S, Feed, Feeds, HistoryReading
 from streamer.edge.positions import position_of, position_text

@@ -17,7 +17,7 @@ from typing import Any, Final, Never
 from google.protobuf.any_pb2 import Any as Wrapped
 from google.protobuf.message import DecodeError
 
-from history.reading.acceptor import Record
+from history.records.record import Record
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, Sample

@@ -18,8 +18,9 @@ from typing import Final, Protocol
 
 import structlog
 
-from history.reading.acceptor import Accepted, Acceptor, Positions, ReaderState, went_back
+from history.reading.acceptor import Accepted, Acceptor, ReaderState, went_back
 from history.records import witness
+from history.records.record import Positions
 from streamer.edge.events import FORMATS, event_lines, gap_text
 from streamer.edge.positions import poll_of, position_text
 from uprotocol import uri as uris

@@ -25,8 +25,9 @@ import structlog
 from history.file.writer import FollowedFrom as Notes
 from history.log.cursors import POSITION_BYTES_MAX
 from history.log.log import Log
-from history.reading.acceptor import Accepted, Acceptor, ReaderState, Record
+from history.reading.acceptor import Accepted, Acceptor, ReaderState
 from history.reading.following import Following, FollowingOptions, FollowMode
+from history.records.record import Record
 from streamer.following.covered import Covered, Digest
 from streamer.following.not_kept import NotKept
 from streamer.following.pushed import PushedBefore, Sorted

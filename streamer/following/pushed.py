@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from history.epochs.frontier import Epoch
 from history.log.log import Log, find_ids
-from history.reading.acceptor import Record
 from history.records.chunk import Origin
+from history.records.epoch import Epoch
+from history.records.record import Record
 from uprotocol.encoded import EncodedMessage
 
 # a position may be stored after pushes that are beyond it: where the history pushes again, and we have not heard it yet

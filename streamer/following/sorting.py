@@ -18,12 +18,12 @@ from typing import Final, Literal
 import structlog
 from google.protobuf.message import DecodeError
 
-from history.epochs.frontier import Epoch
 from history.file.writer import FollowedFrom as Notes
 from history.log.log import Log
-from history.reading.acceptor import Record
 from history.reading.client import Frames, HistoryClient
 from history.records.chunk import Origin
+from history.records.epoch import Epoch
+from history.records.record import Record
 from history.service.followers import window_bytes_of_each
 from storage.runtime import Runtime
 from streamer.following.pushed import Sorted

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from history.epochs.keeper import Keeper
 from history.log.log import Log
+from history.service.keeper import Keeper
 from history.service.service import HistoryService
 from storage.faults import Reserve
 from streamer.durations import Durations

@@ -18,8 +18,8 @@ import structlog
 from aiohttp import web
 
 from history.epochs.groups import Group
-from history.epochs.keeper import Keeper
 from history.log.log import Log
+from history.service.keeper import Keeper
 from history.service.matches import Sight, Sights
 from streamer.config.edge import HttpSection
 from streamer.edge import feeds

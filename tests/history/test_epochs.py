@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from history.epochs import groups as epochs_module
 from history.epochs.assembling import BEGUN, BEGUN_THERE, MISSED, ODD, UNREPORTED, Assembled, Assembler
-from history.epochs.frontier import NUMBER_MAX, NUMBER_MIN, Epoch, Time
 from history.epochs.groups import (
     ACTIVE_EACH_MAX,
     ACTIVE_MAX,
@@ -29,15 +28,16 @@ from history.epochs.groups import (
     timed,
     untimed,
 )
-from history.epochs.keeper import Keeper
 from history.epochs.merging import GROUPS_MAX, REST, UNREPORTED_MAX
 from history.file.store import Store
 from history.log.log import Log
-from history.reading.acceptor import Record
 from history.reading.client import HistoryClient
 from history.reading.subscriber import CursorFile, GaplessSubscriber
 from history.records.chunk import Chunk, Origin, decode, encode
+from history.records.epoch import NUMBER_MAX, NUMBER_MIN, Epoch, Time
+from history.records.record import Record
 from history.service import poll as poll_module
+from history.service.keeper import Keeper
 from history.service.poll import Poll
 from tests.history.test_epochs_whole import FRONTIERS, LAP, LAPS, SIGNALS, START_MS, message
 from tests.history.world import SERVICE, HistoryWorld

@@ -12,13 +12,13 @@ import pytest
 
 from history.epochs import groups
 from history.epochs.assembling import BEGUN_THERE, MISSED, Assembled, Assembler
-from history.epochs.frontier import Time
 from history.epochs.groups import IDLE_REPORT_S_MAX, Buckets, Group, IncomingRecord
-from history.epochs.keeper import Keeper
 from history.epochs.merging import MISSED_EACH_MAX, REST
 from history.log.log import Log
-from history.reading.acceptor import Record
 from history.records.chunk import Origin
+from history.records.epoch import Time
+from history.records.record import Record
+from history.service.keeper import Keeper
 from tests.history.test_epochs import DICE, LOG, OTHER_LOG, SECOND, FakeLog, arrived, at, reborn, times
 from tests.history.test_epochs_whole import FRONTIERS, SIGNALS, START_MS, inline, message
 from tests.history.world import virtually

@@ -14,12 +14,13 @@ from typing import Any, Final
 import pytest
 
 from history.epochs.assembling import MISSED, Assembled, Assembler
-from history.epochs.frontier import Epoch, Time, precedes
+from history.epochs.frontier import precedes
 from history.epochs.groups import Group, created_ms, timed
-from history.epochs.keeper import Keeper
 from history.log.log import Log
 from history.reading.client import HistoryClient
 from history.reading.subscriber import GaplessSubscriber
+from history.records.epoch import Epoch, Time
+from history.service.keeper import Keeper
 from tests.history.world import SERVICE, HistoryWorld, virtually
 from tests.tiers import full, seeds
 from uprotocol import uri as uris

@@ -16,7 +16,6 @@ from history.epochs.frontier import (
     EpochState,
     Frontier,
     Spans,
-    Time,
     is_ahead,
     is_covered,
     maximal,
@@ -24,6 +23,7 @@ from history.epochs.frontier import (
     not_passed,
     precedes,
 )
+from history.records.epoch import Time
 
 LATENT, ACTIVE, COMPLETED, SKIPPED = EpochState.LATENT, EpochState.ACTIVE, EpochState.COMPLETED, EpochState.SKIPPED
 ORDER = {LATENT: 0, ACTIVE: 1, COMPLETED: 2, SKIPPED: 2}

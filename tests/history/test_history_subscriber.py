@@ -19,9 +19,10 @@ from history.log.log import Log
 from history.reading import acceptor as acceptor_module
 from history.reading import client as client_module
 from history.reading import subscriber as subscriber_module
-from history.reading.acceptor import Acceptor, ReaderState, Record
+from history.reading.acceptor import Acceptor, ReaderState
 from history.reading.subscriber import CursorFile, GaplessSubscriber, HistoryClient
 from history.records import witness
+from history.records.record import Record
 from tests.history.world import SERVICE, HistoryWorld
 from tests.tiers import seeds
 from uprotocol import uri as uris

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history.epochs import merging
-from history.epochs.frontier import ACTIVE_MAX, Antichain, Time, is_ahead, maximal, minimal
+from history.epochs.frontier import ACTIVE_MAX, Antichain, is_ahead, maximal, minimal
 from history.epochs.merging import LOGS_MAX, LogFrontier, MergedFrontiers, times_of
+from history.records.epoch import Time
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import GroupFrontier, LogicalTime
 
 LOGS = [bytes([number]) * 16 for number in range(5)]

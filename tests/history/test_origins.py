@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from history.reading.acceptor import Record, decode
 from history.records import chunk as chunks
 from history.records.chunk import Chunk, Columns, CorruptChunkError, Origin, Scan
+from history.records.record import Record, decode
 from history.service.poll import add_records
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import RecordBatch

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from campaigns.simulation.network import FaultyNetwork
 from history import publisher as publisher_module
 from history.epochs.assembling import Assembler
-from history.epochs.frontier import Epoch
 from history.epochs.groups import ENDED, Group
 from history.file.store import Store
 from history.publisher import HistoryPublisher
 from history.reading.subscriber import GaplessSubscriber, HistoryClient
+from history.records.epoch import Epoch
 from tests.test_docs_snippets import DOCS, run
 from transports.local import LocalTransport
 from uprotocol import uri as uris

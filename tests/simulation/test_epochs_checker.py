@@ -9,8 +9,8 @@ import pytest
 
 from campaigns.simulation.epochs import EpochReader, EpochsChecker
 from history.epochs.assembling import Assembled
-from history.epochs.frontier import Epoch
-from history.reading.acceptor import Record
+from history.records.epoch import Epoch
+from history.records.record import Record
 from uprotocol import uri as uris
 
 TOPIC = uris.parse("//vin1/8006/1/8001")

@@ -17,8 +17,8 @@ from typing import Any
 import structlog
 
 from history.epochs.groups import Group
-from history.epochs.keeper import Keeper
 from history.log.log import Log
+from history.service.keeper import Keeper
 from history.service.service import HistoryService
 from transports import plugin
 from uprotocol import uri as uris

@@ -16,9 +16,9 @@ import pytest
 
 from campaigns.simulation.loop import VirtualLoop
 from history.epochs.assembling import BEGUN, BEGUN_THERE, MISSED, ODD, UNREPORTED
-from history.epochs.frontier import Epoch
 from history.epochs.merging import GROUPS_MAX, REST
 from history.reading.client import HistoryClient
+from history.records.epoch import Epoch
 from spark_ingest import epochs, fleet, offsets, planner, polls, source
 from spark_ingest.client import HistorySession
 from spark_ingest.epochs import BatchFrontiers, Choice, FrontierRecord, Gates

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from history.epochs.assembling import BEGUN_THERE, Assembled, Assembler
-from history.epochs.frontier import Epoch
 from history.log.log import Log
-from history.reading.acceptor import Record
 from history.reading.client import HistoryClient
 from history.reading.subscriber import GaplessSubscriber
+from history.records.epoch import Epoch
+from history.records.record import Record
 from streamer.following.followed import _first_behind
 from tests.streamer.conftest import MakeWorld
 from tests.streamer.test_following import DOOR, SPEED, SUBSCRIBED, Pair, Publish

@@ -14,8 +14,8 @@ from typing import Final
 from campaigns.bench.costs.common import Figures, Setting
 from campaigns.bench.wire import PAYLOAD_BYTES
 from history.epochs.groups import Group
-from history.epochs.keeper import Keeper
 from history.log.log import Log
+from history.service.keeper import Keeper
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer import ids

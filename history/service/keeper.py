@@ -25,7 +25,7 @@ from typing import Final
 import structlog
 from google.protobuf.message import DecodeError
 
-from history.epochs.frontier import ACTIVE_MAX, Epoch, Time, time_of
+from history.epochs.frontier import ACTIVE_MAX
 from history.epochs.groups import (
     ENDED,
     LATE_REPORTED_MAX,
@@ -44,6 +44,7 @@ from history.file.reader import whole_at
 from history.file.writer import Append
 from history.log.log import Log, position_before
 from history.records.chunk import CorruptChunkError, is_publish, message_id
+from history.records.epoch import Epoch, Time, time_of
 from storage.disk import REAL_DISK, Disk
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
