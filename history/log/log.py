@@ -13,7 +13,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 
 import structlog
 
@@ -25,7 +25,7 @@ from history.file.store import RETENTION_BYTES, LogChanges
 from history.file.writer import GATHER_MS, Append, FollowedFrom, Retention, Written
 from history.log.cursors import Cursors, FollowedLogs
 from history.log.storage import DurableStorage, Storage, VolatileStorage
-from history.log.streams import STREAMS_MAX, Streams, TopicsFullError
+from history.log.streams import STREAMS_MAX, StreamTable, TopicsFullError
 from history.records.chunk import Chunk, RetentionLoss, Scan, Stream
 from storage.runtime import REAL, Runtime
 from uprotocol import callbacks
@@ -61,11 +61,11 @@ log = structlog.get_logger()
 class EpochMarker(Protocol):
     """Sets the epochs of messages. On the event loop."""
 
-    def mark(self, log: Log, append: Append) -> None:
-        """Called before the storage gets `append`: set its epochs, and add the frontiers."""
+    def mark(self, target: Log, append: Append) -> None:
+        """Called before the storage of `target` gets `append`: set its epochs, and add the frontiers."""
 
-    def failed(self, log: Log, appends: Sequence[Append]) -> None:
-        """These appends are not stored. It must not append."""
+    def failed(self, target: Log, appends: Sequence[Append]) -> None:
+        """These appends are not stored in `target`. It must not append."""
 
 
 class LogLosses:
@@ -94,7 +94,8 @@ class LogLosses:
         """Acknowledge damage of a kind in history.file.damage.PASSING that was found at least `after_ms` ago, and
         return it. A time that lies as far ahead is of a wrong clock, and is treated the same way."""
         now_ms = self._now_ms()
-        due = [one for one in self.ledger.open if one.kind in kinds.PASSING and abs(now_ms - one.when_ms) >= after_ms]
+        passing = (damage for damage in self.ledger.open if damage.kind in kinds.PASSING)
+        due = [damage for damage in passing if abs(now_ms - damage.when_ms) >= after_ms]
         if due:
             self._storage.save(LogChanges(damage=self.ledger.acknowledge(due.__contains__)))
         return due
@@ -143,13 +144,19 @@ class LogLosses:
         self.dropped[_REASONS.get(damage.kind, "damaged_rows")] += 1
 
 
-class Log(Streams):
+class Log:
     """See `open`. `durable`: an append's future resolves when it is committed to disk; otherwise a ring in memory.
 
     Seqs rise by one with each record, and start with 1. They leap over records that were lost with a damaged file,
     which every reader learns as a gap. `incarnation` is 16 random bytes that name this log: a log that was lost and
     created again has another one. `dropped` counts by reason what could not be kept or read. `new_since_ms` (Unix):
-    when this process made the file, with nothing known of an earlier one; else None."""
+    when this process made the file, with nothing known of an earlier one; else None.
+
+    Its own state: `extent` and the seqs of it, which each transaction and each step of retention replace; what is under
+    way (`_appending`, `_queued`, `_saving`); how the last transaction ended (`failures`, `healthy`, `trouble`). All
+    else has an owner of its own: `stream_table`, `cursors`, `followed`, `losses` and the storage, whose tail is read
+    here.
+    """
 
     def __init__(
         self,
@@ -164,7 +171,7 @@ class Log(Streams):
     ) -> None:
         """Use `open`."""
         loaded = storage.loaded
-        super().__init__(storage, streams_max, authority_streams_max, forget_after_s)
+        self._storage, self._loop = storage, asyncio.get_running_loop()
         self.name, self.incarnation, self.durable = name, loaded.incarnation, storage.durable
         self.new_since_ms, self.retention_ms, self.retention_bytes = loaded.new_since_ms, retention_ms, retention_bytes
         self.holes, self.predecessors = list(loaded.holes), loaded.predecessors
@@ -172,6 +179,12 @@ class Log(Streams):
         self.dropped = self.losses.dropped
         self.cursors = Cursors(name, storage, now_ms, loaded.cursors, lost=loaded.cursors_lost)
         self.followed = FollowedLogs(name, storage)
+        limits = (streams_max, authority_streams_max, forget_after_s)
+        table = self.stream_table = StreamTable(storage, lambda: self.floor_seq, lambda: self._is_writable, *limits)
+        # what callers ask a log about its streams: see there
+        self.stream_id, self.known_id, self.publishes_from = table.id_of, table.known_id, table.publishes_from
+        self.topics_of, self.frontier_ids = table.topics_of, table.frontier_ids
+        self.on_forgotten, self.keep_streams = table.on_forgotten, table.keep
         # failed transactions that are known; appends that were made before the last of them are refused, too
         self.failures = 0
         self.healthy = True  # the last transaction has succeeded
@@ -190,7 +203,7 @@ class Log(Streams):
         extent = self.extent = loaded.extent  # disk_bytes, disk_free_bytes: sampled every second
         self.oldest_seq = extent.oldest_seq  # of the records that are there; 0: none
         self.newest_seq = extent.newest_seq  # the highest that was ever given out; 0: none
-        self.floor_seq = extent.floor_seq
+        self.floor_seq = extent.floor_seq  # records up to here were deleted by retention; 0: none was ever deleted
 
     @classmethod
     async def open(
@@ -231,7 +244,7 @@ class Log(Streams):
         )
         streams = (streams_max, authority_streams_max, forget_after_s)
         opened = cls(name, storage, retention_ms, retention_bytes, *streams, now_ms)
-        await storage.run(opened._index)
+        await storage.run(opened.stream_table.index)
         retention = Retention(retention_ms, opened.cursors.keep_after, opened.cursors.owed_after)
         storage.start(retention, opened._on_written)
         return opened
@@ -246,9 +259,15 @@ class Log(Streams):
         """Write everything that is queued, and close. May be called twice."""
         if not self._closed:
             self._closed = True
-            self._sweeping.cancel()
+            self.stream_table.close()
             await self._storage.close()
             self._grown.set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "healthy" if self.healthy else "not healthy"
@@ -268,6 +287,29 @@ class Log(Streams):
         """What is known to be lost or damaged and was not acknowledged by a person; kept over restarts."""
         return self.losses.ledger.open
 
+    # -- streams
+
+    def stream(self, id: int) -> Stream:
+        """Returns a known stream; see `knows_stream`."""
+        return self.stream_table.by_id[id]
+
+    def knows_stream(self, id: int) -> bool:
+        """Returns False for a forgotten stream, or for a number from damaged bytes."""
+        return id in self.stream_table.by_id
+
+    def streams(self) -> list[Stream]:
+        """Returns all streams in the order of their numbers."""
+        return list(self.stream_table.by_id.values())
+
+    @property
+    def stream_count(self) -> int:
+        return len(self.stream_table.by_id)
+
+    @property
+    def streams_forgotten(self) -> int:
+        """Returns how many were forgotten since the log was opened."""
+        return self.stream_table.forgotten_count
+
     # -- append
 
     def append(
@@ -285,7 +327,8 @@ class Log(Streams):
         assert len(streams) == len(messages) > 0, "a batch has messages, and a stream for each"
         done: asyncio.Future[int] = self._loop.create_future()
         try:
-            streams = self._renumbered(streams, messages) if self.streams_forgotten else streams
+            if self.stream_table.forgotten_count:
+                streams = self.stream_table.renumbered(streams, messages)
             if self._closed:
                 raise UStatusError(UCode.UNAVAILABLE, f"the log {self.name} is closed")
             if self._queued and self._queued + len(messages) > APPEND_RECORDS_MAX:
@@ -314,9 +357,10 @@ class Log(Streams):
 
     def _on_written(self, written: Written) -> None:
         """On the loop, after each transaction, and after each step of retention."""
+        # 1. What each of both reports.
         self.failures += written.is_new_failure
         for id, progress in written.progress.items():
-            self._streams[id].move(progress)
+            self.stream_table.by_id[id].move(progress)
         for loss in written.losses:
             for callback in list(self._loss_callbacks):
                 callback(loss)
@@ -324,10 +368,12 @@ class Log(Streams):
             self.losses.ledger.acknowledge_one(number)
         extent = self.extent = written.extent
         self.oldest_seq, self.newest_seq, self.floor_seq = extent.oldest_seq, extent.newest_seq, extent.floor_seq
+        # 2. A step of retention is over.
         batch = written.batch
         if batch is None:
             self.cursors.drop_ended_leases()
             return
+        # 3. A transaction is over: what was under way no longer is.
         for waiting in self._saving if written.error is None else ():
             if not waiting.done():
                 waiting.set_result(None)
@@ -340,6 +386,7 @@ class Log(Streams):
         if written.error is not None:
             self._failed(batch, written.error)
             return
+        # 4. It has succeeded, and may have stored records.
         if not self.healthy:
             self.healthy, self.trouble = True, ""
             log.info("the log takes messages again", log=self.name)
@@ -435,10 +482,10 @@ class Log(Streams):
         """
         end = self.newest_seq if until is None else min(until, self.newest_seq)
         while after < end:
-            found = await self.scan(after, max_records=max_records, max_bytes=max_bytes, streams=streams, until=end)
-            if found.chunks:
-                return found.chunks
-            after = found.covered
+            scan = await self.scan(after, max_records=max_records, max_bytes=max_bytes, streams=streams, until=end)
+            if scan.chunks:
+                return scan.chunks
+            after = scan.covered
         return []
 
     async def scan(
@@ -462,19 +509,17 @@ class Log(Streams):
         if max(after, self.floor_seq) >= self._tail.after:
             # the floor also hides records that are still in memory: retention is the same for every reader
             limits = limits._replace(after=max(after, self.floor_seq))
-            found = self._tail.scan(Scan(*limits, floor_seq=self.floor_seq), streams)
+            scan = self._tail.scan(Scan(*limits, floor_seq=self.floor_seq), streams)
         else:
-            newest = _newest_seqs(self._streams, streams)
-            found = await self._storage.run(self._storage.reader.scan, limits, streams, newest, self.holes)
-            if found.is_index_wrong:
+            newest = _newest_seqs(self.stream_table.by_id, streams)
+            scan = await self._storage.run(self._storage.reader.scan, limits, streams, newest, self.holes)
+            if scan.is_index_wrong:
                 self._storage.save(LogChanges(distrusts_index=True))
                 self.losses.note(kinds.INDEX, "the index of streams is rebuilt at the next start")
-            for low, high, why in found.damaged:
+            for low, high, why in scan.damaged:
                 self.losses.note(kinds.RECORDS, why, low, high)
-        found.gaps.extend(
-            (max(after, low), high) for low, high in self.holes if low < found.covered and after < high - 1
-        )
-        return found
+        scan.gaps.extend((max(after, low), high) for low, high in self.holes if low < scan.covered and after < high - 1)
+        return scan
 
     async def times_of(self, seqs: Sequence[int]) -> list[int]:
         """Returns when each of these records was appended, in Unix milliseconds; 0: damaged."""
@@ -495,24 +540,24 @@ class Log(Streams):
         return await self._storage.run(self._storage.reader.recent_ids, count)
 
 
-async def find_ids(log: Log, ids: Set[bytes], after: int, until: int) -> tuple[dict[tuple[int, bytes], int], int]:
+async def find_ids(durable: Log, ids: Set[bytes], after: int, until: int) -> tuple[dict[tuple[int, bytes], int], int]:
     """See Reader.find_ids. Of a durable log."""
-    return await log._storage.run(log._storage.reader.find_ids, ids, after, until)
+    return await durable._storage.run(durable._storage.reader.find_ids, ids, after, until)
 
 
-def position_before(log: Log, positions: Mapping[bytes, int]) -> tuple[int, bytes]:
-    """Returns the furthest of `positions`, by incarnation, in a log from a copy of which `log` was made, as far as both
-    are the same; (0, b""): there is none."""
-    known = ((min(positions[one], seq), one) for one, seq in log.predecessors.items() if one in positions)
-    return max(known, default=(0, b""))
+def position_before(restored: Log, positions: Mapping[bytes, int]) -> tuple[int, bytes]:
+    """Returns the furthest of `positions`, by incarnation, in a log from a copy of which `restored` was made, as far as
+    both are the same; (0, b""): there is none."""
+    of_both = ((min(positions[old], seq), old) for old, seq in restored.predecessors.items() if old in positions)
+    return max(of_both, default=(0, b""))
 
 
-def _newest_seqs(known: Mapping[int, Stream], ids: Set[int] | None) -> dict[int, int] | None:
+def _newest_seqs(streams: Mapping[int, Stream], ids: Set[int] | None) -> dict[int, int] | None:
     """Returns the newest seqs, with which the reader detects a wrong index. None: there are so many streams that it
     reads every chunk anyway."""
     if ids is None or len(ids) > NEWEST_COPIED_MAX:
         return None
-    return {id: known[id].newest_seq for id in ids if id in known}
+    return {id: streams[id].newest_seq for id in ids if id in streams}
 
 
 __all__ = ["Chunk", "Cursor", "Damage", "Log", "RetentionLoss", "Scan", "Stream", "TopicsFullError"]

@@ -1,6 +1,6 @@
-"""The streams of a log: how many each authority may have, and when a stream is forgotten.
+"""The streams of a log: their numbers, how many each authority may have, and when a stream is forgotten.
 
-stream_id --new--> is there capacity? -> a number -> records come, retention deletes them -> empty for a while ->
+id_of --new--> is there capacity? -> a number -> records come, retention deletes them -> empty for a while ->
 forgotten '-- no: an empty stream is forgotten at once, else TopicsFullError
 
 `_due` holds each stream under a seq that its newest record has reached or passed. If the lowest of these is beyond the
@@ -10,7 +10,6 @@ here.
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import heapq
 from array import array
@@ -18,7 +17,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import islice
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from history.file.load import FORGOTTEN_PREFIX, NEXT_STREAM, OTHERS
 from history.file.store import LogChanges
@@ -57,30 +56,36 @@ class TopicsFullError(UStatusError):
         self.reason = reason
 
 
-class Streams(abc.ABC):
-    """The part of a log that manages streams. It owns them. On the event loop."""
+class StreamTable:
+    """The streams of a log, which it owns. On the event loop.
 
-    floor_seq: int
-    """Records up to here were deleted by retention; 0: no record was ever deleted."""
+    Its state: `by_id`; indexes of that by address (`_by_address`, `_with_sink`), kind (`frontier_ids`) and authority
+    (`_ids`, `_counts`, `_of_authority`), which may have numbers of forgotten streams; where each stream waits to be
+    found empty (`_fresh`, `_due`) or forgotten (`_empty`); what was forgotten (`_forgotten`, `forgotten_count`).
+    """
 
     def __init__(
         self,
         storage: Storage,
+        floor_seq: Callable[[], int],
+        is_writable: Callable[[], bool],
         streams_max: int,
         authority_streams_max: int | None = None,
         forget_after_s: float | None = None,
     ) -> None:
-        """The streams that `storage` has loaded are known after `_index`."""
+        """The streams that `storage` has loaded are known after `index`. `floor_seq`: of the log. `is_writable`: False
+        if changes could not be written, and would only accumulate."""
+        self._floor_seq, self._is_writable = floor_seq, is_writable
         self.streams_max = streams_max
         self.authority_streams_max = streams_max if authority_streams_max is None else authority_streams_max
         self.forget_after_s = FORGET_AFTER_S if forget_after_s is None else forget_after_s
-        self.streams_forgotten = 0  # since the log was opened
         self._storage, self._loop = storage, asyncio.get_running_loop()
-        # In the order of their numbers. The storage looks streams up in this very dict, and reports their progress.
-        self._streams = storage.loaded.streams
-        self.newest_stream_id = storage.loaded.next_stream - 1  # the highest number that was ever given out
+        # In the order of their numbers. The storage looks streams up in this very dict, and the log moves them on.
+        self.by_id = storage.loaded.streams
+        self.newest_id = storage.loaded.next_stream - 1  # the highest number that was ever given out
         # by source authority: the highest seq that its forgotten streams had
         self._forgotten = dict(storage.loaded.forgotten)
+        self.forgotten_count = 0  # since the log was opened
         self._by_address: dict[StreamAddress, Stream] = {}
         # by source: publishes whose sink authority was set by a streamer
         self._with_sink: dict[bytes, list[Stream]] = {}
@@ -94,22 +99,16 @@ class Streams(abc.ABC):
         self._empty: dict[int, float] = {}
         self._search_due = 0.0  # loop time
         self._forgotten_callbacks: list[Callable[[frozenset[int]], None]] = []
-        self._using: list[Callable[[], Iterable[int]]] = []
+        self._kept_callbacks: list[Callable[[], Iterable[int]]] = []
         self._sweeping = self._loop.call_later(min(SWEEP_S, self.forget_after_s), self._sweep)
 
-    @abc.abstractmethod
-    async def close(self) -> None:
-        """See Log.close."""
+    def close(self) -> None:
+        """Forget no more."""
+        self._sweeping.cancel()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    def _index(self) -> None:
+    def index(self) -> None:
         """Build the indexes of the loaded streams. From any thread, before the log is used: there may be many."""
-        table, now_s = self._streams, self._loop.time()
+        table, now_s = self.by_id, self._loop.time()
         self._ids = array("Q", table)
         self._by_address = {stream.address: stream for stream in table.values()}
         for stream in table.values():
@@ -119,16 +118,11 @@ class Streams(abc.ABC):
         self._fresh = {id: now_s for id, stream in table.items() if not stream.records}
         heapq.heapify(self._due)
 
-    @property
-    @abc.abstractmethod
-    def _is_writable(self) -> bool:
-        """False if changes could not be written, and would only accumulate."""
-
     # -- known
 
-    def stream_id(self, source: UUri, sink: UUri | None = None, *, wanted: bool = False) -> int:
+    def id_of(self, source: UUri, sink: UUri | None = None, *, wanted: bool = False) -> int:
         """Returns the number of the stream (source, sink), which is created on first use. The stream may be forgotten
-        when no record of it is kept; `append` accepts such a number.
+        when no record of it is kept; `Log.append` accepts such a number.
 
         Raises TopicsFullError (RESOURCE_EXHAUSTED) beyond `authority_streams_max` of the source's authority, or if only
         the reserve is left of `streams_max`. `wanted`: somebody has named exactly this stream; then only `streams_max`
@@ -145,9 +139,9 @@ class Streams(abc.ABC):
             self._search_due = self._loop.time() + SEARCH_AGAIN_S
         self._refuse_beyond(source.authority_name, wanted=wanted)
         address = address_of(source, sink)
-        self.newest_stream_id += 1
-        stream = Stream(self.newest_stream_id, *((address, None) if isinstance(address, bytes) else address))
-        self._streams[stream.id] = self._by_address[address] = stream
+        self.newest_id += 1
+        stream = Stream(self.newest_id, *((address, None) if isinstance(address, bytes) else address))
+        self.by_id[stream.id] = self._by_address[address] = stream
         self._ids.append(stream.id)
         self._note_authority(source.authority_name, stream.id)
         self._note_sink(stream)
@@ -169,18 +163,18 @@ class Streams(abc.ABC):
         if stream.sink_bytes is not None and is_publish(stream):
             self._with_sink.setdefault(stream.source_bytes, []).append(stream)
 
-    def _renumbered(self, streams: list[int], messages: Sequence[Carried]) -> list[int]:
-        """Replace the numbers of forgotten streams, which the caller of `append` may still use, by new ones: a message
-        names its source and sink."""
-        if not set(streams).difference(self._streams):
-            return streams
-        found: dict[int, int] = {}
-        for id, message in zip(streams, messages, strict=True):
-            if id not in self._streams and id not in found:
+    def renumbered(self, ids: list[int], messages: Sequence[Carried]) -> list[int]:
+        """Replace the numbers of forgotten streams, which the caller of `Log.append` may still use, by new ones: a
+        message names its source and sink. Raises TopicsFullError."""
+        if not set(ids).difference(self.by_id):
+            return ids
+        new_ids: dict[int, int] = {}
+        for id, message in zip(ids, messages, strict=True):
+            if id not in self.by_id and id not in new_ids:
                 attributes = message.attributes
                 sink = attributes.sink if attributes.HasField("sink") else None
-                found[id] = self.stream_id(attributes.source, sink, wanted=True)
-        return [found.get(id, id) for id in streams]
+                new_ids[id] = self.id_of(attributes.source, sink, wanted=True)
+        return [new_ids.get(id, id) for id in ids]
 
     def known_id(self, source: UUri) -> int | None:
         """Returns the number of the stream from `source` without a sink, or None."""
@@ -194,31 +188,15 @@ class Streams(abc.ABC):
         plain = self._by_address.get(address)
         return [*([] if plain is None else [plain]), *self._with_sink.get(address, ())]
 
-    def stream(self, id: int) -> Stream:
-        """Returns a known stream; see `knows_stream`."""
-        return self._streams[id]
-
-    def knows_stream(self, id: int) -> bool:
-        """Returns False for a forgotten stream, or for a number from damaged bytes."""
-        return id in self._streams
-
-    def streams(self) -> list[Stream]:
-        """Returns all streams in the order of their numbers."""
-        return list(self._streams.values())
-
-    def streams_after(self, id: int, count: int, authorities: Set[str] | None = None) -> list[Stream]:
+    def after(self, id: int, count: int, authorities: Set[str] | None = None) -> list[Stream]:
         """Returns at most `count` streams with a number greater than `id`, of these source authorities if given, in the
         order of their numbers."""
         if authorities is None:
             ids = _beyond(self._ids, id)
         else:
             known = (self._of_authority.get(authority) for authority in authorities)
-            ids = heapq.merge(*(_beyond(one, id) for one in known if one is not None and one[-1] > id))
-        return list(islice(filter(None, map(self._streams.get, ids)), count))
-
-    @property
-    def stream_count(self) -> int:
-        return len(self._streams)
+            ids = heapq.merge(*(_beyond(its_ids, id) for its_ids in known if its_ids is not None and its_ids[-1] > id))
+        return list(islice(filter(None, map(self.by_id.get, ids)), count))
 
     def topics_of(self, authority: str) -> int:
         """Returns how many streams have their source there."""
@@ -229,18 +207,20 @@ class Streams(abc.ABC):
     @property
     def _is_crowded(self) -> bool:
         """True if only wanted streams may be added."""
-        return len(self._streams) >= self.streams_max - self.streams_max // RESERVE_SHARE
+        return len(self.by_id) >= self.streams_max - self.streams_max // RESERVE_SHARE
 
     def _refuse_beyond(self, authority: str, *, wanted: bool) -> None:
         """Raises TopicsFullError if there is no capacity for one more stream of this source authority."""
-        has, known = self._counts[authority], len(self._streams)
-        if not wanted and has >= self.authority_streams_max:
-            what = f"{authority!r} has {has} topics here already, which is the limit of one authority: use fewer"
+        of_authority, count = self._counts[authority], len(self.by_id)
+        if not wanted and of_authority >= self.authority_streams_max:
+            what = (
+                f"{authority!r} has {of_authority} topics here already, which is the limit of one authority: use fewer"
+            )
             raise TopicsFullError("authority_topics_full", what)
-        if known >= self.streams_max or (self._is_crowded and not wanted):
+        if count >= self.streams_max or (self._is_crowded and not wanted):
             rest = "" if wanted else "the rest is kept for what is subscribed: "
             what = (
-                f"{known} of at most {self.streams_max} topics are known here, and {rest}give more memory, or use fewer"
+                f"{count} of at most {self.streams_max} topics are known here, and {rest}give more memory, or use fewer"
             )
             raise TopicsFullError("topics_full", what)
 
@@ -251,29 +231,29 @@ class Streams(abc.ABC):
         again. Returns a function that removes the callback."""
         return callbacks.add(self._forgotten_callbacks, callback)
 
-    def keep_streams(self, callback: Callable[[], Iterable[int]]) -> Callable[[], None]:
+    def keep(self, callback: Callable[[], Iterable[int]]) -> Callable[[], None]:
         """`callback()` on the loop gives the streams that somebody has in hand: those are not forgotten. Returns a
         function that removes the callback."""
-        return callbacks.add(self._using, callback)
+        return callbacks.add(self._kept_callbacks, callback)
 
     def forgotten_seq(self, authorities: Set[str] | None) -> int:
         """Returns the seq up to which forgotten streams of these source authorities (None: of any) may have had
         records. A reader that has not read so far may have missed records of any topic of theirs."""
-        known = self._forgotten
+        forgotten = self._forgotten
         if authorities is None:
-            return max(known.values(), default=0)
-        return max((known.get(authority, 0) for authority in (*authorities, OTHERS)), default=0)
+            return max(forgotten.values(), default=0)
+        return max((forgotten.get(authority, 0) for authority in (*authorities, OTHERS)), default=0)
 
     def _sweep(self) -> None:
-        more = self._find_empty(self._loop.time())
-        more = bool(self._forget()) or more
-        again_s = SWEEP_AGAIN_S if more else min(SWEEP_S, self.forget_after_s)
+        has_more = self._find_empty(self._loop.time())
+        has_more = bool(self._forget()) or has_more
+        again_s = SWEEP_AGAIN_S if has_more else min(SWEEP_S, self.forget_after_s)
         self._sweeping = self._loop.call_later(again_s, self._sweep)
 
     def _forget(self, *, at_once: bool = False) -> int:
         """Forget streams without a record for `forget_after_s`; `at_once`: some of those without a record now. Returns
         how many were forgotten."""
-        if not self._is_writable:
+        if not self._is_writable():
             return 0
         now = self._loop.time()
         self._find_empty(now)
@@ -282,7 +262,7 @@ class Streams(abc.ABC):
         else:
             latest = now - self.forget_after_s
             candidates = self._take(self._empty, latest, CHECKED_MAX) + self._take(self._fresh, latest, CHECKED_MAX)
-        used = set[int]().union(*(callback() for callback in self._using)) if candidates else set[int]()
+        used = set[int]().union(*(callback() for callback in self._kept_callbacks)) if candidates else set[int]()
         self._empty.update((stream.id, now) for stream in candidates if stream.id in used)
         doomed = [stream for stream in candidates if stream.id not in used]
         ids = frozenset(stream.id for stream in doomed)
@@ -295,7 +275,7 @@ class Streams(abc.ABC):
 
     def _find_empty(self, now_s: float) -> bool:
         """Find streams without a record. A bounded step; returns True if there is more to check."""
-        due, table, floor_seq = self._due, self._streams, self.floor_seq
+        due, table, floor_seq = self._due, self.by_id, self._floor_seq()
         for id in list(islice(self._fresh, CHECKED_MAX)):
             if table[id].records:
                 heapq.heappush(due, table[id].newest_seq << 64 | id)
@@ -314,55 +294,56 @@ class Streams(abc.ABC):
 
     def _take(self, waiting: dict[int, float], latest: float, count: int) -> list[Stream]:
         """Take the first streams that have waited without a record since `latest` at least."""
-        found: list[Stream] = []
-        looked: list[int] = []
+        empty: list[Stream] = []
+        checked: list[int] = []
+        floor_seq = self._floor_seq()
         for id, since in islice(waiting.items(), count):
-            stream = self._streams[id]
-            if stream.newest_seq > self.floor_seq:  # it has records
+            stream = self.by_id[id]
+            if stream.newest_seq > floor_seq:  # it has records
                 heapq.heappush(self._due, stream.newest_seq << 64 | id)
             elif since > latest:
                 break
             else:
-                found.append(stream)
-            looked.append(id)
-        for id in looked:
+                empty.append(stream)
+            checked.append(id)
+        for id in checked:
             del waiting[id]
-        return found
+        return empty
 
     def _remove(self, streams: Iterable[Stream]) -> dict[str, Any]:
         """Forget these streams. Returns the changed rows of META (None: deleted)."""
         changed: dict[str, Any] = {}
         for stream in streams:
-            del self._streams[stream.id], self._by_address[stream.address]
+            del self.by_id[stream.id], self._by_address[stream.address]
             self.frontier_ids.discard(stream.id)
-            if stream in (aimed := self._with_sink.get(stream.source_bytes, [])):
-                aimed.remove(stream)
-                if not aimed:
+            if stream in (with_sink := self._with_sink.get(stream.source_bytes, [])):
+                with_sink.remove(stream)
+                if not with_sink:
                     del self._with_sink[stream.source_bytes]
             authority = authority_of(stream.source_bytes)
             self._counts[authority] -= 1
             if not self._counts[authority]:
                 del self._counts[authority], self._of_authority[authority]
             elif len(self._of_authority[authority]) > 2 * self._counts[authority] + STALE_IDS_MAX:
-                kept = filter(self._streams.__contains__, self._of_authority[authority])
+                kept = filter(self.by_id.__contains__, self._of_authority[authority])
                 self._of_authority[authority] = array("Q", kept)
             if stream.newest_seq > self._forgotten.get(authority, 0):
                 self._forgotten[authority] = changed[FORGOTTEN_PREFIX + authority] = stream.newest_seq
-            self.streams_forgotten += 1
-        if len(self._ids) > 2 * len(self._streams) + CHECKED_MAX:
-            self._ids = array("Q", self._streams)
+            self.forgotten_count += 1
+        if len(self._ids) > 2 * len(self.by_id) + CHECKED_MAX:
+            self._ids = array("Q", self.by_id)
         if len(self._forgotten) > AUTHORITIES_MAX:
             self._merge_forgotten(changed)
         return changed
 
     def _merge_forgotten(self, changed: dict[str, Any]) -> None:
         """Merge the half of the authorities whose streams were forgotten longest ago."""
-        known = self._forgotten
-        oldest = sorted(known.keys() - {OTHERS}, key=lambda authority: (known[authority], authority))
+        forgotten = self._forgotten
+        oldest = sorted(forgotten.keys() - {OTHERS}, key=lambda authority: (forgotten[authority], authority))
         for authority in oldest[: AUTHORITIES_MAX // 2]:
-            known[OTHERS] = max(known.get(OTHERS, 0), known.pop(authority))
+            forgotten[OTHERS] = max(forgotten.get(OTHERS, 0), forgotten.pop(authority))
             changed[FORGOTTEN_PREFIX + authority] = None
-        changed[FORGOTTEN_PREFIX + OTHERS] = known[OTHERS]
+        changed[FORGOTTEN_PREFIX + OTHERS] = forgotten[OTHERS]
 
 
 def _beyond(ids: Sequence[int], id: int) -> Iterator[int]:
@@ -370,4 +351,4 @@ def _beyond(ids: Sequence[int], id: int) -> Iterator[int]:
     return map(ids.__getitem__, range(bisect_right(ids, id), len(ids)))
 
 
-__all__ = ["FORGET_AFTER_S", "STREAMS_MAX", "Streams", "TopicsFullError"]
+__all__ = ["FORGET_AFTER_S", "STREAMS_MAX", "StreamTable", "TopicsFullError"]

@@ -150,7 +150,7 @@ class Match:
             for stream in chain.from_iterable(map(log.publishes_from, patterns)):
                 if stream.id not in self.ids:
                     self._take(stream)
-            self.examined = log.newest_stream_id
+            self.examined = log.stream_table.newest_id
 
     def __repr__(self) -> str:
         return f"Match({len(self.ids)} streams of {self._log.name}, examined={self.examined}, withheld={self.withheld})"
@@ -171,19 +171,19 @@ class Match:
         """Returns the streams that do not match; None: they are more than OTHERS_MAX, or not known."""
         if self.has_all:
             return []
-        if self._others is None or self.examined < self._log.newest_stream_id:
+        if self._others is None or self.examined < self._log.stream_table.newest_id:
             return None
         return [self._log.stream(id) for id in self._others if self._log.knows_stream(id)]
 
     def advance(self) -> bool:
         """Take one step. Returns True if every stream of the log has been examined."""
-        newest = self._log.newest_stream_id
+        newest = self._log.stream_table.newest_id
         if self.examined == newest:
             return True
         only = self.authorities
         if only is not None and newest - self.examined <= len(only):
             only = None  # few streams are new, so examining each costs less
-        streams = self._log.streams_after(self.examined, STREAMS_PER_STEP, only)
+        streams = self._log.stream_table.after(self.examined, STREAMS_PER_STEP, only)
         self._comparisons = 0
         for stream in streams:
             self.examined = stream.id
@@ -200,7 +200,7 @@ class Match:
     @property
     def _is_far(self) -> bool:
         """True if more than one step is left until all streams have been examined."""
-        most = self._log.newest_stream_id - self.examined
+        most = self._log.stream_table.newest_id - self.examined
         if most > STREAMS_PER_STEP and self.authorities is not None:
             most = sum(map(self._log.topics_of, self.authorities))
         return most > STREAMS_PER_STEP
@@ -360,7 +360,7 @@ class Match:
     async def has_passed(self, floor: int, seq: int) -> bool:
         """Returns True if retention, which has deleted records up to `floor`, has deleted matching ones after `seq`;
         also if that can't be known: of forgotten streams, of too many streams, or of damaged records."""
-        if self._log.forgotten_seq(self.authorities) > seq:
+        if self._log.stream_table.forgotten_seq(self.authorities) > seq:
             return True
         doubtful = set[int]()  # have records up to `seq`, and others that are not deleted
         for number, stream in enumerate(self.streams(), 1):

@@ -182,7 +182,7 @@ class Poll:
         """Decide where to start in each log, and report losses before that. `sees(log, seq)`: whether the caller
         may know that this record exists, whatever its topic."""
         for log, match in self.matches.items():
-            if match.examined < log.newest_stream_id:
+            if match.examined < log.stream_table.newest_id:
                 await match.complete()
         response, positions, logs = self.response, self.request.positions, list(self.matches)
         incarnations = {log.incarnation for log in logs}
@@ -252,7 +252,7 @@ class Poll:
         ends = {log: min(log.newest_seq, until.get(log.incarnation, log.newest_seq)) for log in self.positions}
         pending = {log: end for log, end in ends.items() if self._has_capacity and self.positions[log] < end}
         for log in pending:
-            if self.matches[log].examined < log.newest_stream_id:  # streams that have records up to its end
+            if self.matches[log].examined < log.stream_table.newest_id:  # streams that have records up to its end
                 await self.matches[log].complete()
         read = self._read_plan if self.request.asked.plan_records else self._read_records
         complete = await read(pending) and self._has_capacity

@@ -449,7 +449,7 @@ async def describe(matches: Mapping[Log, Match], listing: Listing) -> DescribeRe
 
 async def _page(matches: Mapping[Log, Match], listing: Listing) -> bytes:
     """List one page. Returns next_page; empty if this was the last one."""
-    ranges = {log: listing.ranges.get(log.incarnation, (0, log.newest_stream_id)) for log in matches}
+    ranges = {log: listing.ranges.get(log.incarnation, (0, log.stream_table.newest_id)) for log in matches}
     for log, (after, until) in ranges.items():
         while after < until and not listing.is_full:
             after = _step(log, matches[log], listing, after, until)
@@ -462,7 +462,7 @@ async def _page(matches: Mapping[Log, Match], listing: Listing) -> bytes:
 
 def _step(log: Log, match: Match, listing: Listing, after: int, until: int) -> int:
     """List some streams. Returns the id up to which the log is now listed."""
-    streams = log.streams_after(after, STREAMS_PER_STEP, match.authorities)
+    streams = log.stream_table.after(after, STREAMS_PER_STEP, match.authorities)
     listing.examined += len(streams)
     for stream in streams:
         if stream.id > until:

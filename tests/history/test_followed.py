@@ -545,7 +545,9 @@ async def test_an_unreadable_position_is_reported_and_all_others_continue(path: 
             assert log.followed.positions().keys() == {"other", "small", "great"} - {key}
             assert [one.kind for one in log.damage] == ["meta"]
             assert key in log.damage[0].detail
-            assert (log.newest_stream_id + 1, log.forgotten_seq(None)) == (*next_stream, 0), "nothing else is in doubt"
+            assert (log.stream_table.newest_id + 1, log.stream_table.forgotten_seq(None)) == (*next_stream, 0), (
+                "nothing else is in doubt"
+            )
             assert await taken(log) == of_there(1, 2)
     assert verify(path).found == []
     async with await open_log(path) as log:

@@ -122,7 +122,7 @@ async def test_streams_without_records_are_forgotten_and_all_are_reported(bench:
     assert frozenset().union(*forgotten) == ids
     assert (log.stream_count, log.streams_forgotten) == (1, len(TOPICS))
     assert not any(map(log.knows_stream, ids))
-    assert [one.source.resource_id for one in log.streams_after(0, 10)] == [LAST.resource_id]
+    assert [one.source.resource_id for one in log.stream_table.after(0, 10)] == [LAST.resource_id]
 
 
 async def test_a_stream_that_never_had_a_record_is_forgotten(bench: Bench) -> None:
@@ -135,7 +135,7 @@ async def test_streams_with_records_are_kept_however_long(bench: Bench) -> None:
     log = await bench.open()
     await bench.append(*TOPICS)
     for _ in range(5):
-        log._sweep()
+        log.stream_table._sweep()
         await asyncio.sleep(0.02)
     assert log.stream_count == len(TOPICS)
 
@@ -146,7 +146,7 @@ async def test_a_topic_at_the_edge_of_retention_keeps_its_number(bench: Bench) -
     id = log.stream_id(TOPICS[0])
     for _ in range(3):
         await bench.pass_all()
-        log._sweep()
+        log.stream_table._sweep()
         await bench.append(TOPICS[0])
     assert log.stream_id(TOPICS[0]) == id
     assert not log.streams_forgotten
@@ -169,7 +169,7 @@ async def test_what_is_queued_is_not_forgotten(durable: Bench) -> None:
     await durable.pass_all()
     id = log.stream_id(TOPICS[0])
     queued = log.append([id], [message(TOPICS[0])])
-    log._forget(at_once=True)
+    log.stream_table._forget(at_once=True)
     assert log.knows_stream(id)
     await queued
     assert log.stream_id(TOPICS[0]) == id
@@ -196,7 +196,7 @@ async def test_nothing_is_forgotten_while_the_log_can_not_be_written(durable: Be
     await durable.append(TOPICS[0])
     await durable.pass_all()
     log.healthy = False
-    log._forget(at_once=True)
+    log.stream_table._forget(at_once=True)
     assert log.knows_stream(log.stream_id(TOPICS[0]))
 
 
@@ -369,7 +369,7 @@ async def test_the_gap_is_reported_also_after_a_restart_and_where_very_many_auth
     await durable.pass_all()
     await durable.until(lambda: durable.known() == [99])
     for _ in range(2):
-        assert [log.forgotten_seq({f"v{place}"}) for place in range(6)] == [2, 2, 3, 4, 5, 6]
-        assert (log.forgotten_seq({"never"}), log.forgotten_seq(None)) == (2, 6)
+        assert [log.stream_table.forgotten_seq({f"v{place}"}) for place in range(6)] == [2, 2, 3, 4, 5, 6]
+        assert (log.stream_table.forgotten_seq({"never"}), log.stream_table.forgotten_seq(None)) == (2, 6)
         await log.close()
         log = await durable.open()

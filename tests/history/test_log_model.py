@@ -197,10 +197,10 @@ class LogMachine(RuleBasedStateMachine):
 
     async def _forget(self) -> None:
         log = self.log
-        log.forget_after_s = 0.0
-        log._forget()
+        log.stream_table.forget_after_s = 0.0
+        log.stream_table._forget()
         assert {topic for topic in self.ids if self.newest.get(topic, 0) <= log.floor_seq} == set()
-        log.forget_after_s = 1e9
+        log.stream_table.forget_after_s = 1e9
 
     @invariant()
     def agree(self) -> None:
@@ -210,7 +210,7 @@ class LogMachine(RuleBasedStateMachine):
     async def _agree(self) -> None:
         log = self.log
         assert {stream.id for stream in log.streams()} == set(self.ids.values())
-        assert log.forgotten_seq({"vcu.vin"}) == log.forgotten_seq(None) == self.forgotten
+        assert log.stream_table.forgotten_seq({"vcu.vin"}) == log.stream_table.forgotten_seq(None) == self.forgotten
         assert log.newest_seq == (self.records[-1][0] if self.records else 0)
         assert {name: seq for name, seq in log.cursors.seqs().items() if name != "leased"} == self.cursors
         assert log.followed.positions() == self.places

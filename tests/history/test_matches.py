@@ -98,7 +98,7 @@ def test_it_is_as_if_all_streams_had_been_looked_at(
         match = cached[log] if sight is EVERYTHING else Match(log, patterns or [uris.ANY], sight)
         for place, kind in does:
             if kind == 9:
-                log._forget(at_once=True)
+                log.stream_table._forget(at_once=True)
                 if match is not cached[log]:
                     match.forget({id for id in match.ids if not log.knows_stream(id)})
             else:
@@ -128,7 +128,7 @@ class CountingLog:
 
     def __init__(self, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
         self.streams = self.chunks = 0
-        streams_after, stream, tail = log.streams_after, log.stream, log.tail
+        streams_after, stream, tail = log.stream_table.after, log.stream, log.tail
 
         def after(id: int, count: int, authorities: Set[str] | None = None) -> list[Stream]:
             found = streams_after(id, count, authorities)
@@ -143,7 +143,7 @@ class CountingLog:
             found = tail(after)
             return None if found is None else _Counted(self, found)
 
-        monkeypatch.setattr(log, "streams_after", after)
+        monkeypatch.setattr(log.stream_table, "after", after)
         monkeypatch.setattr(log, "stream", one)
         monkeypatch.setattr(log, "tail", chunks)
 

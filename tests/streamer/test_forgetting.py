@@ -24,8 +24,8 @@ RING_BYTES = 4_000  # the newest records only
 
 def forget(log: Log) -> int:
     """What would happen after some minutes."""
-    log.forget_after_s = 0.0
-    return log._forget()
+    log.stream_table.forget_after_s = 0.0
+    return log.stream_table._forget()
 
 
 async def test_a_forgotten_topic_is_decided_and_delivered_again(make_world: MakeWorld, publish: Publish) -> None:
@@ -106,9 +106,12 @@ async def test_the_topics_follow_the_memory(
 ) -> None:
     world = await make_world(more=f"{volatile}[limits]\nmemory_mib = 32\n")
     logs = world.assembly.logs
-    assert (logs.durable.streams_max, logs.volatile.streams_max) == (durable_topics, volatile_topics)
+    assert (logs.durable.stream_table.streams_max, logs.volatile.stream_table.streams_max) == (
+        durable_topics,
+        volatile_topics,
+    )
     assert durable_topics + volatile_topics == MemoryLimits(32 << 20).topics_max
-    assert logs.durable.authority_streams_max == MemoryLimits(32 << 20).authority_topics_max
+    assert logs.durable.stream_table.authority_streams_max == MemoryLimits(32 << 20).authority_topics_max
 
 
 async def test_made_up_topics_leave_room_for_what_somebody_has_named(make_world: MakeWorld, publish: Publish) -> None:
