@@ -39,10 +39,10 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-RETENTION_BYTES: Final = 64 << 20  # of disk, or of memory: a part of a small device
+PUBLISHER_RETENTION_BYTES: Final = 64 << 20  # of disk, or of memory: a part of a small device
 # Plain copies wait for the network in the part of the log that is in memory: 8 MiB of messages, each of which is there
 # as an object and as bytes. If more wait, the oldest are not sent: late copies are of no use, and followers have them
-TAIL_BYTES_MAX: Final = 16 << 20
+PUBLISHER_TAIL_BYTES_MAX: Final = 16 << 20
 QUEUE_MESSAGES_MAX = 8_192  # the same limit in messages: one second of a fast publisher
 BATCH_MESSAGES_MAX: Final = 512  # beyond it the cost per message no longer falls
 DRAIN_S_MAX: Final = 2.0  # `close` waits so long for the network to take the plain copies
@@ -85,7 +85,7 @@ class HistoryPublisher(Publisher):
         path: Path | str | None,
         *,
         retention_ms: int = RETENTION_MS,
-        retention_bytes: int = RETENTION_BYTES,
+        retention_bytes: int = PUBLISHER_RETENTION_BYTES,
         announce_s: float = ANNOUNCE_S,
         groups: Sequence[Group] = (),
         runtime: Runtime = REAL,
@@ -194,7 +194,7 @@ class HistoryPublisher(Publisher):
             name=uris.format(self.service),
             retention_ms=self._retention_ms,
             retention_bytes=self._retention_bytes,
-            tail_bytes=TAIL_BYTES_MAX,
+            tail_bytes=PUBLISHER_TAIL_BYTES_MAX,
             runtime=self._runtime,
         )
 

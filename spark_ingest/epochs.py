@@ -27,7 +27,7 @@ from history.epochs.assembling import (
     concerns,
 )
 from history.epochs.frontier import NOTHING, Antichain, is_covered, maximal, minimal, not_passed, raised
-from history.epochs.merging import GROUPS_MAX, LOGS_MAX, REST, is_replaced, passed_unread, times_of
+from history.epochs.merging import LOG_GROUPS_MAX, LOGS_MAX, REST, is_replaced, passed_unread, times_of
 from history.records.epoch import Time
 from spark_ingest.decode import RecordColumns
 from uprotocol import uri as uris
@@ -387,7 +387,7 @@ def advance(gates: Gates, batch: BatchFrontiers, now_ms: int) -> Gates:
             _apply_beginning(made, record, batch.topics)
             continue
         for key, group in _groups(record):
-            if key not in made and groups[key[:2]] >= GROUPS_MAX:
+            if key not in made and groups[key[:2]] >= LOG_GROUPS_MAX:
                 continue
             if key not in made:
                 groups[key[:2]] += 1
@@ -517,7 +517,7 @@ def _groups(record: FrontierRecord) -> Iterator[tuple[EpochGroupKey, GroupFronti
         frontier = Frontier.FromString(record.message.payload)
     except DecodeError:
         return
-    for group in frontier.groups[:GROUPS_MAX]:
+    for group in frontier.groups[:LOG_GROUPS_MAX]:
         yield (source.authority_name, source.ue_id, group.group), group
 
 

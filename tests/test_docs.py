@@ -181,10 +181,10 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ]),
     ("following", "long poll outstanding for up to # topics", 1, ["history.reading.feed:FEEDS_MAX"]),
     ("following", "at most # of them and some # MiB", 1, [
-        "history.publisher:QUEUE_MESSAGES_MAX", "history.publisher:TAIL_BYTES_MAX/2097152",
+        "history.publisher:QUEUE_MESSAGES_MAX", "history.publisher:PUBLISHER_TAIL_BYTES_MAX/2097152",
     ]),
     ("following", "reaches back (# MiB or # days", 1, [
-        "history.publisher:RETENTION_BYTES/1048576", "history.log.log:RETENTION_MS/86400000",
+        "history.publisher:PUBLISHER_RETENTION_BYTES/1048576", "history.log.log:RETENTION_MS/86400000",
     ]),
     ("following", "at most # publishers of one authority", 1, ["streamer.following.follows:PUBLISHERS_OF_ONE_MAX"]),
     ("following", "has answered nothing for # s", 1, ["streamer.following.sorting:SILENT_S"]),
@@ -211,11 +211,11 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("history", "looked for every # s", 1, ["history.log.streams:SWEEP_S"]),
     ("history", "An eighth of the capacity (1/#)", 1, ["history.log.streams:RESERVE_SHARE"]),
     ("history", "at most # topics by default", 1, ["history.log.streams:STREAMS_MAX"]),
-    ("history", "of at most # authorities", 1, ["history.log.streams:AUTHORITIES_MAX"]),
+    ("history", "of at most # authorities", 1, ["history.log.streams:FORGOTTEN_AUTHORITIES_MAX"]),
     ("history", "at most #. The service gives one", 1, ["history.records.witness:WITNESSES_MAX"]),
     ("history", "(# records, 768 KiB, 60 s)", 1, ["history.service.poll:POLL_RECORDS_MAX"]),
     ("history", "(10,000 records, # KiB, 60 s)", KIB, ["history.service.poll:POLL_BYTES_MAX"]),
-    ("history", "(10,000 records, 768 KiB, # s)", 1_000, ["history.service.poll:WAIT_MS_MAX"]),
+    ("history", "(10,000 records, 768 KiB, # s)", 1_000, ["history.service.poll:POLL_WAIT_MS_MAX"]),
     ("history", "# ms at least, are left for the way back", 1, ["history.service.poll:TTL_MARGIN_MS"]),
     ("history", "(# patterns, # of them with wildcards", 1, [
         "history.service.matches:PATTERNS_MAX", "history.service.matches:WILDCARD_PATTERNS_MAX",

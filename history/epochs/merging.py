@@ -40,7 +40,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Frontier, GroupFrontier
 
 LOGS_MAX: Final = 16  # of one keeper; it has a durable and a volatile one
 SINCE_MAX: Final = 4_096  # times that some log of a keeper does not know
-GROUPS_MAX: Final = 64  # that one log reports; a gateway has fewer
+LOG_GROUPS_MAX: Final = 64  # that one log reports; a gateway has fewer
 UNREPORTED_MAX: Final = 1_024  # groups with records and without a frontier
 REPORTED_MAX: Final = 256  # epochs of a group whose loss was reported
 DELIVERED_MAX: Final = 4_096  # epochs of a group that may be read again, and ends of epochs with a reason
@@ -712,7 +712,7 @@ class GroupTable:
         except DecodeError:
             self._dropped["unreadable"] += 1
             return
-        for reported in frontier.groups[:GROUPS_MAX]:
+        for reported in frontier.groups[:LOG_GROUPS_MAX]:
             key, times = (reported.group, keeper if self._each else None), times_of(reported)
             if times is None or not self._has_free_capacity(log, reported.group):
                 self._dropped["unreadable"] += 1
@@ -750,15 +750,15 @@ class GroupTable:
         return True
 
     def _has_free_capacity(self, log: bytes, name: str) -> bool:
-        """Returns whether the log may report one more group: it may have GROUPS_MAX that have not ended."""
+        """Returns whether the log may report one more group: it may have LOG_GROUPS_MAX that have not ended."""
         known = self._keepers.setdefault(log, {})
-        if name not in known and len(known) >= GROUPS_MAX:
+        if name not in known and len(known) >= LOG_GROUPS_MAX:
             for other, keeper in list(known.items()):
                 merged = self.of((other, keeper if self._each else None)).reported_frontiers
                 part = merged.parts.get(log)
                 if part is None or not (part.lower or part.active):
                     self._leave(merged, other, log, 0.0 if part is None else part.heard_at)
-        return name in known or len(known) < GROUPS_MAX
+        return name in known or len(known) < LOG_GROUPS_MAX
 
     def _leave(self, merged: MergedFrontiers, name: str, log: bytes, now: float) -> None:
         """Note that the log reports nothing more about the group."""

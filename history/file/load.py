@@ -43,7 +43,7 @@ STALE_NAMES: Final = "stale_names"
 STREAMS: Final = "streams"  # in meta: how many rows there are
 # in meta, with a source authority: the highest seq that its forgotten streams had ...
 FORGOTTEN_PREFIX: Final = "forgotten:"
-OTHERS: Final = "*"  # ... or that all other authorities together had
+OTHER_AUTHORITIES: Final = "*"  # ... or that all other authorities together had
 FOLLOWED_PREFIX: Final = "followed:"  # in meta, with a key of the follower: its position in another log
 # in meta, with the incarnation, in hex, of a log from a copy of which this one was made: both are the same to this seq
 PREDECESSOR_PREFIX: Final = "predecessor:"
@@ -241,11 +241,11 @@ class Loading:
             self._writes.append((rows.META, [("incarnation", meta["incarnation"])]))
         self._made.incarnation = meta["incarnation"]
         for key in missing:
-            self._found(kinds.META, f"{key} was lost, and was restored from the records and the mark")
+            self._found(kinds.META_ROW, f"{key} was lost, and was restored from the records and the mark")
         for key in lost:
             if key not in missing:  # a follower begins where the other log says, and drops the records it already has
                 what = "how far a log was followed, or up to where topics were forgotten, may not be known any more"
-                self._found(kinds.META, f"{key!r} can't be read: {what}")
+                self._found(kinds.META_ROW, f"{key!r} can't be read: {what}")
         if "floor_seq" in missing:
             meta["floor_seq"] = NOT_KNOWN
         return meta
@@ -254,7 +254,7 @@ class Loading:
         found, bad = self._read(rows.HOLE)
         self._made.holes = sorted(found)
         if bad:
-            self._found(kinds.HOLE, "the list of records that were lost earlier was damaged, and is rebuilt")
+            self._found(kinds.HOLE_ROW, "the list of records that were lost earlier was damaged, and is rebuilt")
             self._rebuild = True
         if self._read(rows.SPAN)[1]:
             self._found(kinds.INDEX, "the append times in the index were damaged, and are rebuilt from the records")
@@ -265,8 +265,8 @@ class Loading:
         self._made.next_stream = meta.get(NEXT_STREAM, 1)
         forgotten |= {key.removeprefix(prefix): seq for key, seq in meta.items() if key.startswith(prefix)}
         if not self._is_count_sure:  # one of these rows may be the damaged one
-            forgotten[OTHERS] = max(forgotten.get(OTHERS, 0), meta.get("floor_seq", 0))
-            self._writes.append((rows.META, [(prefix + OTHERS, forgotten[OTHERS])]))
+            forgotten[OTHER_AUTHORITIES] = max(forgotten.get(OTHER_AUTHORITIES, 0), meta.get("floor_seq", 0))
+            self._writes.append((rows.META, [(prefix + OTHER_AUTHORITIES, forgotten[OTHER_AUTHORITIES])]))
 
     def _load_streams(self, meta: dict[str, Any]) -> None:
         bad: list[rows.StoredRow] = []
@@ -291,7 +291,7 @@ class Loading:
             cursor = made.cursors[name] = Cursor(seq, lease_until_ms, bool(holds), absent_ms, holder)
             if seq > made.start_seq:
                 what = f"{name} was beyond the newest record ({seq}), and begins again at the oldest record"
-                self._found(kinds.CURSOR, what)
+                self._found(kinds.CURSOR_ROW, what)
                 cursor = made.cursors[name] = replace(cursor, seq=made.extent.floor_seq)
                 self._writes.append((rows.CURSOR, [(name, *cursor.columns)]))
         for row in bad:
@@ -302,7 +302,7 @@ class Loading:
         made = self._made
         made.cursors_lost = True
         self._writes.append((rows.META, [(CURSORS_LOST, 1)]))
-        self._found(kinds.CURSOR, f"{name!r} can't be read, and begins again at the oldest record")
+        self._found(kinds.CURSOR_ROW, f"{name!r} can't be read, and begins again at the oldest record")
         if isinstance(name, str) and name.isprintable() and name not in made.cursors:
             holder = holder if isinstance(holder, str) and holder.isprintable() else ""
             cursor = made.cursors[name] = Cursor(made.extent.floor_seq, holds=bool(holder), holder=holder)
@@ -397,9 +397,11 @@ class Loading:
         made = self._made
         lost = [id for id in self._bad_streams if id not in self._made.streams]
         for id in lost:
-            self._found(kinds.STREAM, f"the row of stream {id} can't be read, and it has no records any more")
+            self._found(kinds.STREAM_ROW, f"the row of stream {id} can't be read, and it has no records any more")
         if (nameless := self._missing_streams - self._named) > 0:
-            self._found(kinds.STREAM, f"the rows of {nameless} streams are missing, and they have no records any more")
+            self._found(
+                kinds.STREAM_ROW, f"the rows of {nameless} streams are missing, and they have no records any more"
+            )
         self._made.streams = dict(sorted(self._made.streams.items()))
         likely = [id for id in lost if 0 < id < made.next_stream + NUMBERS_LEAP]  # the number itself may be damaged
         made.next_stream = max(0, made.next_stream - 1, *self._made.streams, *likely) + 1 + self._missing_streams
@@ -414,7 +416,9 @@ class Loading:
             made.first_seq = chunk.prev_seqs[index]  # it had that one at least, though that is not there any more
             self._made.streams[id] = made
             self._named += id not in self._bad_streams
-            self._found(kinds.STREAM, f"the row of stream {id} could not be read, and was restored from its records")
+            self._found(
+                kinds.STREAM_ROW, f"the row of stream {id} could not be read, and was restored from its records"
+            )
 
     # -- the mark
 

@@ -32,7 +32,7 @@ from history.file.load import (
     FORGOTTEN_PREFIX,
     NEXT_STREAM,
     NOT_KNOWN,
-    OTHERS,
+    OTHER_AUTHORITIES,
     PREDECESSOR_PREFIX,
     Loaded,
     Loading,
@@ -325,7 +325,7 @@ def _fill(
     kept |= {key: value for key, value in meta.items() if key == NEXT_STREAM or key.startswith(prefixes)}
     is_meta_whole = not bad and meta.keys() >= set(rows.META_KEYS)
     if not is_meta_whole and kept["floor_seq"]:  # rows about forgotten streams may be missing
-        kept[FORGOTTEN_PREFIX + OTHERS] = kept["floor_seq"]
+        kept[FORGOTTEN_PREFIX + OTHER_AUTHORITIES] = kept["floor_seq"]
     rows.META.insert(db, kept.items())
     for table in rows.CHECKED:
         if table not in (rows.META, rows.DAMAGE, rows.SPAN):

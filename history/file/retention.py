@@ -37,7 +37,7 @@ AGE_SHARE: Final = 64  # retention by age runs late by one part in so many of th
 LATE_MS_MAX: Final = 600_000  # ... but not more than that: deleting more at once costs the disk less
 VACUUM_BYTES_PER_PASS: Final = 1 << 20  # released to the disk
 VACUUM_FREE_PERCENT: Final = 25  # a lower share of free pages is kept for the next chunks
-WITNESSES_MAX: Final = 8  # so many damaged chunks that claim to be old are skipped in a pass
+DAMAGED_SKIPPED_MAX: Final = 8  # so many damaged chunks that claim to be old are skipped in a pass
 
 Doomed = tuple[int, int, bytes, int]  # first_seq, bytes, streams, time_ms
 
@@ -165,7 +165,7 @@ def _aged(db: sqlite3.Connection, rows: Sequence[Doomed], ages: Ages) -> int:
     else:
         if not witnesses and _is_next_aged(db, rows[-1][0], ages):
             return rows[-1][0]
-    for witness in witnesses[: -WITNESSES_MAX - 1 : -1]:
+    for witness in witnesses[: -DAMAGED_SKIPPED_MAX - 1 : -1]:
         try:
             columns, _chunk = chunk_at(db, witness)
         except CorruptChunkError:

@@ -29,7 +29,7 @@ from uprotocol.v1.uri_pb2 import UUri
 
 FINDINGS_MAX: Final = 1_000  # more findings are only counted
 # While we read, the write-ahead log can't be emptied. We stop before it fills the disk of a running gateway.
-WAL_BYTES_MIN: Final = 8 << 20
+WAL_IGNORED_BYTES: Final = 8 << 20
 STEPS_PER_LOOK: Final = 100_000  # of SQLite's virtual machine: some milliseconds
 
 
@@ -94,7 +94,7 @@ class _Watch:
         log."""
         with contextlib.suppress(OSError):
             wal_bytes = Path(f"{self._path}-wal").stat().st_size
-            self._is_over = self._is_over or (wal_bytes > WAL_BYTES_MIN and wal_bytes > free_bytes(self._path))
+            self._is_over = self._is_over or (wal_bytes > WAL_IGNORED_BYTES and wal_bytes > free_bytes(self._path))
         return self._is_over
 
     def check(self) -> None:
@@ -208,13 +208,13 @@ class _Verifier:
             known = self._newest.get(id)
             if known is not None and prev_seq != known and not self._is_lost(prev_seq):
                 what = f"record {seq} follows {prev_seq}, and {known} was the one before it"
-                self._note(kinds.STREAM, f"stream {id}: {what}")
+                self._note(kinds.STREAM_ROW, f"stream {id}: {what}")
             self._newest[id] = seq
             attributes = message.stamp.attributes if type(message) is EncodedMessage else message.attributes
             address = _address(attributes.source, attributes.sink if attributes.HasField("sink") else None)
             if self._addresses.get(id) != address:
                 what = f"record {seq} was sent from or to another address than the stream names"
-                self._note(kinds.STREAM, f"stream {id}: {what}")
+                self._note(kinds.STREAM_ROW, f"stream {id}: {what}")
                 self._addresses[id] = address
 
     def _is_lost(self, seq: int) -> bool:
@@ -265,7 +265,7 @@ class _Verifier:
     def _ends(self, newest: int, cursors: list[rows.StoredRow]) -> None:
         for name, seq, *_ in cursors:
             if seq > newest:
-                self._note(kinds.CURSOR, f"{name} is beyond the newest record: {seq}")
+                self._note(kinds.CURSOR_ROW, f"{name} is beyond the newest record: {seq}")
         for key in rows.META_KEYS:
             if key not in self._meta:
                 self._note(rows.META.name, f"{key} is missing")

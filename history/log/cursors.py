@@ -80,28 +80,32 @@ class Cursors:
         nobody; None: as before. Raises RESOURCE_EXHAUSTED beyond CURSORS_MAX.
         """
         assert lease_ms is None or not holds, "a cursor that holds records has no lease: it never ends by itself"
-        known = self._cursors.get(name)
-        if known is None and len(self._cursors) >= CURSORS_MAX:
+        before = self._cursors.get(name)
+        if before is None and len(self._cursors) >= CURSORS_MAX:
             self.drop_ended_leases()
             if len(self._cursors) >= CURSORS_MAX:
                 what = f"the log {self._log_name} has {CURSORS_MAX} cursors, which is the limit: drop some first"
                 raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
         if holder is None:
-            holder = "" if known is None else known.holder
+            holder = "" if before is None else before.holder
         cursor = Cursor(seq, None if lease_ms is None else self._now_ms() + lease_ms, holds, absent_ms, holder)
-        if cursor == known:
+        if cursor == before:
             return
         self._cursors[name] = cursor
         if cursor.lease_until_ms is not None:
             self._next_lease_end_ms = min(self._next_lease_end_ms, cursor.lease_until_ms)
-        moved = -1 if known is None else seq - known.seq
-        if known is None or moved < 0:  # back: after a crash the row on disk would lose what lies between
+        # May it be on disk late?
+        # 1. Not if it is new, or has moved back: after a crash the row on disk would lose what lies between.
+        moved = -1 if before is None else seq - before.seq
+        if before is None or moved < 0:
             is_lazy = False
-        elif known.lease_until_ms is None or cursor.lease_until_ms is None:
-            kept = (known.holds, known.lease_until_ms, known.holder)
+        # 2. Without a lease, if it has only moved on.
+        elif before.lease_until_ms is None or cursor.lease_until_ms is None:
+            kept = (before.holds, before.lease_until_ms, before.holder)
             is_lazy = kept == (cursor.holds, cursor.lease_until_ms, cursor.holder)
+        # 3. With a lease, if the row on disk still says for long enough that it is in use.
         else:
-            is_lazy = known.lease_until_ms - self._now_ms() >= LEASE_LEFT_MS
+            is_lazy = before.lease_until_ms - self._now_ms() >= LEASE_LEFT_MS
         if is_lazy:
             self._storage.save_lazily({name: cursor}, {}, moved)
         else:
@@ -123,25 +127,26 @@ class Cursors:
         now = self._now_ms()
         if now <= self._next_lease_end_ms:
             return
-        leased = [(one.lease_until_ms, name) for name, one in self._cursors.items() if one.lease_until_ms is not None]
-        self._next_lease_end_ms = min((until for until, _ in leased if until >= now), default=NOBODY)
-        for until, name in leased:
-            if until < now:
+        ends = {name: cursor.lease_until_ms for name, cursor in self._cursors.items()}
+        leases = [(end_ms, name) for name, end_ms in ends.items() if end_ms is not None]
+        self._next_lease_end_ms = min((end_ms for end_ms, _ in leases if end_ms >= now), default=NOBODY)
+        for end_ms, name in leases:
+            if end_ms < now:
                 self.drop(name)
 
     def keep_after(self) -> int:
         """Returns the seq beyond which retention by age deletes nothing. May be called from any thread: it reads a copy
         that is made in one step."""
         now, cursors = self._now_ms(), list(self._cursors.values())
-        held = (
-            one.seq for one in cursors if one.holds or (one.lease_until_ms is not None and one.lease_until_ms >= now)
-        )
-        return min(held, default=NOBODY)
+        leased = (cursor for cursor in cursors if cursor.lease_until_ms is not None and cursor.lease_until_ms >= now)
+        holding = (cursor for cursor in cursors if cursor.holds)
+        return min((cursor.seq for cursor in (*leased, *holding)), default=NOBODY)
 
     def owed_after(self) -> int:
         """Returns the seq beyond which somebody has to learn of each record that is deleted. May be called from any
         thread, like `keep_after`."""
-        return min((one.seq for one in list(self._cursors.values()) if one.holds or one.holder), default=NOBODY)
+        cursors = list(self._cursors.values())
+        return min((cursor.seq for cursor in cursors if cursor.holds or cursor.holder), default=NOBODY)
 
 
 class FollowedLogs:
@@ -217,7 +222,7 @@ class FollowedLogs:
     def _refuse_beyond(self, key: str) -> None:
         if key in self._known or key in self.under_way:
             return
-        coming = sum(1 for one in self.under_way if one not in self._known)
+        coming = len(self.under_way.keys() - self._known.keys())
         if len(self._known) + coming >= FOLLOWED_MAX:
             what = f"{FOLLOWED_MAX} logs are followed into the log {self._log_name}, which is the limit: follow fewer"
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)

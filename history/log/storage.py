@@ -267,8 +267,8 @@ class VolatileStorage:
 
     def recent_ids(self, count: int) -> list[tuple[int, bytes]]:
         chunks = self.tail.read(self.tail.after)
-        ids = [(id, message_id(one)) for chunk in chunks for id, one in zip(chunk.streams, chunk.messages, strict=True)]
-        return ids[-count:]
+        pairs = (pair for chunk in chunks for pair in zip(chunk.streams, chunk.messages, strict=True))
+        return [(id, message_id(message)) for id, message in pairs][-count:]
 
 
 Storage = DurableStorage | VolatileStorage

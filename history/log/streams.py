@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import islice
 from typing import Any, Final
 
-from history.file.load import FORGOTTEN_PREFIX, NEXT_STREAM, OTHERS
+from history.file.load import FORGOTTEN_PREFIX, NEXT_STREAM, OTHER_AUTHORITIES
 from history.file.store import LogChanges
 from history.log.storage import Storage
 from history.records.chunk import Stream, address_of, authority_of, is_frontier, is_publish, plain_address
@@ -42,7 +42,7 @@ FORGOTTEN_AT_ONCE: Final = 64
 # numbers of forgotten streams that are kept for one authority, plus one for each of its streams
 STALE_IDS_MAX: Final = 64
 # for each of these it is known up to where streams were forgotten; the others share one seq
-AUTHORITIES_MAX: Final = 10_000
+FORGOTTEN_AUTHORITIES_MAX: Final = 10_000
 
 StreamAddress = bytes | tuple[bytes, bytes]
 
@@ -152,10 +152,10 @@ class StreamTable:
 
     def _note_authority(self, authority: str, id: int) -> None:
         self._counts[authority] += 1
-        known = self._of_authority.get(authority)
-        if known is None:
-            known = self._of_authority[authority] = array("Q")
-        known.append(id)
+        ids = self._of_authority.get(authority)
+        if ids is None:
+            ids = self._of_authority[authority] = array("Q")
+        ids.append(id)
 
     def _note_sink(self, stream: Stream) -> None:
         if is_frontier(stream):
@@ -242,7 +242,7 @@ class StreamTable:
         forgotten = self._forgotten
         if authorities is None:
             return max(forgotten.values(), default=0)
-        return max((forgotten.get(authority, 0) for authority in (*authorities, OTHERS)), default=0)
+        return max((forgotten.get(authority, 0) for authority in (*authorities, OTHER_AUTHORITIES)), default=0)
 
     def _sweep(self) -> None:
         has_more = self._find_empty(self._loop.time())
@@ -332,18 +332,18 @@ class StreamTable:
             self.forgotten_count += 1
         if len(self._ids) > 2 * len(self.by_id) + CHECKED_MAX:
             self._ids = array("Q", self.by_id)
-        if len(self._forgotten) > AUTHORITIES_MAX:
+        if len(self._forgotten) > FORGOTTEN_AUTHORITIES_MAX:
             self._merge_forgotten(changed)
         return changed
 
     def _merge_forgotten(self, changed: dict[str, Any]) -> None:
         """Merge the half of the authorities whose streams were forgotten longest ago."""
         forgotten = self._forgotten
-        oldest = sorted(forgotten.keys() - {OTHERS}, key=lambda authority: (forgotten[authority], authority))
-        for authority in oldest[: AUTHORITIES_MAX // 2]:
-            forgotten[OTHERS] = max(forgotten.get(OTHERS, 0), forgotten.pop(authority))
+        oldest = sorted(forgotten.keys() - {OTHER_AUTHORITIES}, key=lambda authority: (forgotten[authority], authority))
+        for authority in oldest[: FORGOTTEN_AUTHORITIES_MAX // 2]:
+            forgotten[OTHER_AUTHORITIES] = max(forgotten.get(OTHER_AUTHORITIES, 0), forgotten.pop(authority))
             changed[FORGOTTEN_PREFIX + authority] = None
-        changed[FORGOTTEN_PREFIX + OTHERS] = forgotten[OTHERS]
+        changed[FORGOTTEN_PREFIX + OTHER_AUTHORITIES] = forgotten[OTHER_AUTHORITIES]
 
 
 def _beyond(ids: Sequence[int], id: int) -> Iterator[int]:

@@ -38,7 +38,7 @@ class ReaderState:
         return ReaderState(dict(self.positions), dict(self.known), set(self.idle))
 
     def request(self) -> list[Position]:
-        return [witness.position(one, seq, self.known.get(one, {})) for one, seq in self.positions.items()]
+        return [witness.position(log, seq, self.known.get(log, {})) for log, seq in self.positions.items()]
 
     def learn(self, positions: Iterable[Position]) -> None:
         for position in positions:
@@ -70,6 +70,9 @@ class Verdict(enum.Enum):
 
 class Acceptor:
     """Takes a record only if it directly follows the last one taken of its topic. Pure: no I/O, no clock.
+
+    Its state: `state`; the last seq taken, by topic (`_newest`) or by log (`_base`); up to where what is missing was
+    reported (`_lost_to`); `_refused_in_a_row`; `dropped`.
 
     `dropped`: duplicate, refused (a record before it is missing), behind_refused, unreadable (not a UMessage, or a gap
     without an end).
@@ -105,7 +108,7 @@ class Acceptor:
             accepted.frontiers = [record for records in decoded for record in records if isinstance(record, Record)]
         for gap in response.gaps:
             self._note(gap, had[gap.incarnation], accepted)
-        for incarnation in [one for one in positions if one not in following] if following else []:
+        for incarnation in [log for log in positions if log not in following] if following else ():
             self._lose(incarnation, accepted)  # the service lists all its logs there
         for batch in response.batches:
             records = decode(batch, self._read)

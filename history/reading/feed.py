@@ -320,7 +320,7 @@ class HistoryFeed:
                 start.after_time.FromDatetime(since)
                 return start, {}
             case int() if not isinstance(since, bool) and since >= 0:
-                return start, {log.incarnation: since for log in logs if since and log.newest_match_seq}
+                return start, {state.incarnation: since for state in logs if since and state.newest_match_seq}
         raise invalid(
             f"expected since as a sequence number, a datetime with time zone, or the UUID of a message, got {since!r}"
         )

@@ -76,9 +76,9 @@ def _origins(batch: RecordBatch) -> Sequence[Origin | None] | None:
 
 def _epochs(batch: RecordBatch) -> Sequence[Epoch | None] | None:
     """Returns one for each record; None if the columns are invalid."""
-    known = [Epoch(one.group, time_of(one.time)) for one in batch.epochs]
-    if len(batch.epoch) != len(batch.seq) or max(batch.epoch, default=0) > len(known):
+    epochs = [Epoch(epoch.group, time_of(epoch.time)) for epoch in batch.epochs]
+    if len(batch.epoch) != len(batch.seq) or max(batch.epoch, default=0) > len(epochs):
         return None
-    if not all(0 < len(one.group.encode()) <= GROUP_MAX and 0 < len(one.time) <= LENGTH_MAX for one in known):
+    if not all(0 < len(group.encode()) <= GROUP_MAX and 0 < len(time) <= LENGTH_MAX for group, time in epochs):
         return None
-    return [known[number - 1] if number else None for number in batch.epoch]
+    return [epochs[number - 1] if number else None for number in batch.epoch]

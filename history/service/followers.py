@@ -44,7 +44,7 @@ TOPICS_MAX: Final = 65_536
 FOLLOWER_BYTES: Final = 16  # of its name
 LEASE_MS_DEFAULT: Final = 120_000  # four times the longest wait of our client
 LEASE_MS_MIN: Final = 1_000
-SWEEP_S: Final = 1.0  # between checks for expired leases
+LEASES_CHECK_S: Final = 1.0  # between checks for expired leases
 WINDOW_BYTES_MIN: Final = 64 << 10  # of each push, if there are many
 WINDOW_FRAMES_MAX: Final = 1_024  # sent and not yet taken, if frames are small
 TELL_SHARE: Final = 4  # the follower is asked for its progress after each quarter of the window
@@ -518,7 +518,7 @@ class Followers:
         self._shares.add(caller.authority_name, 1)
         self._touch(follower)
         if self._sweeping is None:  # not at once: the lease of this one may end before its topics are counted
-            self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+            self._sweeping = asyncio.get_running_loop().call_later(LEASES_CHECK_S, self._sweep)
         return follower
 
     def _change(self, follower: Follower, changes: Iterable[TopicChange]) -> None:
@@ -560,7 +560,7 @@ class Followers:
                 self.counts["expired"] += 1
                 self._forget(follower)
         if self._followers:
-            self._sweeping = loop.call_later(SWEEP_S, self._sweep)
+            self._sweeping = loop.call_later(LEASES_CHECK_S, self._sweep)
 
     def _forget(self, follower: Follower) -> None:
         del self._followers[follower.key]

@@ -56,7 +56,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 GROUPS_MAX: Final = 16  # each frontier names all groups
-AUTHORITIES_MAX: Final = 4_096  # known of one group; with more, each network that is away may concern it
+GROUP_AUTHORITIES_MAX: Final = 4_096  # known of one group; with more, each network that is away may concern it
 RESTART: Final = ""  # the cause of what is missed until the process listens again after a restart
 RETRY_S: Final = 1.0  # after a log has refused a frontier
 
@@ -69,14 +69,14 @@ def require_same_kinds(path: Path, topic: UUri, groups: Mapping[str, str], disk:
     with contextlib.suppress(OSError, sqlite3.Error, CorruptChunkError, DecodeError, ValueError):
         with contextlib.closing(disk.look(path)) as db:
             source = topic.SerializeToString()
-            found = db.execute("SELECT max(newest_seq) FROM stream WHERE source = ? AND sink IS NULL", (source,))
-            (seq,) = found.fetchone()
+            newest = "SELECT max(newest_seq) FROM stream WHERE source = ? AND sink IS NULL"
+            (seq,) = db.execute(newest, (source,)).fetchone()
             (first,) = db.execute("SELECT max(first_seq) FROM chunk WHERE first_seq <= ?", (seq,)).fetchone()
             chunk = whole_at(db, first)
         report = Frontier.FromString(chunk.messages[chunk.seqs.index(seq)].payload)
-        for one in report.groups:
-            if one.group in groups and one.kept.kind:
-                require_kind(one.group, one.kept.kind, groups[one.group])
+        for reported in report.groups:
+            if reported.group in groups and reported.kept.kind:
+                require_kind(reported.group, reported.kept.kind, groups[reported.group])
 
 
 @dataclass(eq=False)
@@ -120,7 +120,7 @@ class Keeper:
             assert self._kept.setdefault(group.name, kept) is kept, "each group has a name of its own"
         assert len(self._kept) <= GROUPS_MAX, "each frontier names them all"
         self._authorities = {kept: set[str]() for kept in self._kept.values()}  # that have published, by group
-        self._in = {one: _InLog() for one in logs}
+        self._in = {target: _InLog() for target in logs}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -133,14 +133,14 @@ class Keeper:
     async def open(self) -> None:
         """Continue from the newest frontiers. Called before anything is appended. Raises FAILED_PRECONDITION if one of
         the groups had epochs of another kind."""
-        for one, state in self._in.items():
-            newest = await self._newest(one)
+        for target, state in self._in.items():
+            newest = await self._newest(target)
             for report in newest.groups if newest is not None else ():
                 state.numbers[report.group] = report.number
                 kept = self._kept.get(report.group)
-                if one is self._logs[0] and kept is not None and report.kept.kind:
+                if target is self._logs[0] and kept is not None and report.kept.kind:
                     kept.resume(report, self._loop.time())
-            await self._end_others(one, newest)
+            await self._end_others(target, newest)
         now_ms, now = self._now_ms(), self._loop.time()
         for kept in self._kept.values():
             kept.start(now_ms, now)
@@ -153,15 +153,15 @@ class Keeper:
             if isinstance(kept, Progress) and kept.publishers:
                 await self._count_again(kept)
         if self._kept:
-            for source in [stream.source for one in self._logs for stream in one.streams()]:
-                for kept in (one for one in self._kept.values() if one.group.has(source)):
+            for source in [stream.source for target in self._logs for stream in target.streams()]:
+                for kept in (kept for kept in self._kept.values() if kept.group.has(source)):
                     self._note_publisher(kept, source)
-            for one, state in self._in.items():
-                state.stream = one.stream_id(self.topic, wanted=True)
+            for target, state in self._in.items():
+                state.stream = target.stream_id(self.topic, wanted=True)
                 state.plain.add(state.stream)
-                one.keep_epochs(self, state.plain)
-                one.keep_streams(lambda state=state: (state.stream,))  # type: ignore[misc]
-                one.on_forgotten(lambda ids, one=one: self._forgotten(one, ids))  # type: ignore[misc]
+                target.keep_epochs(self, state.plain)
+                target.keep_streams(lambda state=state: (state.stream,))  # type: ignore[misc]
+                target.on_forgotten(lambda ids, target=target: self._forgotten(target, ids))  # type: ignore[misc]
             self._look()
 
     def close(self) -> None:
@@ -180,8 +180,8 @@ class Keeper:
         """Note that messages of the authorities that `owns` names may be missed from now on, until `back(cause)`."""
         now_ms = self._now_ms()
         for kept in self._kept.values():
-            known = self._authorities[kept]
-            if len(known) >= AUTHORITIES_MAX or any(map(owns, known)):
+            authorities = self._authorities[kept]
+            if len(authorities) >= GROUP_AUTHORITIES_MAX or any(map(owns, authorities)):
                 kept.away(cause, now_ms, why)
         self._report()
 
@@ -197,119 +197,118 @@ class Keeper:
         messages are in later epochs. Nothing if it is less than a bucket and CLOCK_AHEAD_MS_MIN."""
         for kept in self._kept.values():
             if isinstance(kept, Buckets) and kept.clocks_ahead:
-                publisher, (ahead_ms, _) = max(kept.clocks_ahead.items(), key=lambda one: one[1][0])
+                publisher, (ahead_ms, _) = max(kept.clocks_ahead.items(), key=lambda item: item[1][0])
                 yield kept.group.name, publisher, ahead_ms
 
     # -- after a restart
 
-    async def _newest(self, one: Log) -> Frontier | None:
-        stream = one.known_id(self.topic)
-        seq = one.stream(stream).newest_seq if stream is not None else 0
-        for chunk in await one.read(seq - 1, until=seq, streams={stream}) if stream is not None and seq else ():
+    async def _newest(self, target: Log) -> Frontier | None:
+        stream = target.known_id(self.topic)
+        seq = target.stream(stream).newest_seq if stream is not None else 0
+        for chunk in await target.read(seq - 1, until=seq, streams={stream}) if stream is not None and seq else ():
             try:
                 return Frontier.FromString(chunk.messages[-1].payload)
             except DecodeError:
                 break
         if seq:
             # It is damaged, or deleted by retention. Readers must not conclude that no epoch was open.
-            log.warning("the newest frontier is lost: the epochs begin again", log=one.name)
-            self._in[one].numbers.update(dict.fromkeys(self._kept, 1))
+            log.warning("the newest frontier is lost: the epochs begin again", log=target.name)
+            self._in[target].numbers.update(dict.fromkeys(self._kept, 1))
         return None
 
-    async def _end_others(self, one: Log, newest: Frontier | None) -> None:
+    async def _end_others(self, target: Log, newest: Frontier | None) -> None:
         """End the epochs of groups that are no longer configured, so that readers do not wait for them."""
         over = Frontier()
         for report in newest.groups if newest is not None else ():
             if report.group not in self._kept and (report.lower or report.active):
                 ended = over.groups.add(group=report.group, number=report.number + 1, version=report.version + 1)
-                ended.logs.append(one.incarnation)
+                ended.logs.append(target.incarnation)
                 ended.ended.extend(GroupFrontier.Ended(time=time, incomplete=ENDED) for time in report.active)
                 ended.updates.extend(GroupFrontier.Update(time=time, change=-1) for time in report.lower)
         if over.groups:
-            await one.append([one.stream_id(self.topic, wanted=True)], [self._message(over)])
+            await target.append([target.stream_id(self.topic, wanted=True)], [self._message(over)])
 
     async def _count_again(self, kept: Progress) -> None:
         """Count the stored records of the open epochs."""
-        for one in self._logs:
-            held = (held for all in kept.publishers.values() for held in all.values())
-            seq = min((_begun(one, held.after) for held in held), default=one.newest_seq)
-            streams = {stream.id: stream for stream in one.streams() if kept.group.has(stream.source)}
-            while seq < one.newest_seq:
-                chunks = await one.read(seq, streams=streams.keys())
+        for target in self._logs:
+            held = (held for of_publisher in kept.publishers.values() for held in of_publisher.values())
+            seq = min((_begun(target, held.after) for held in held), default=target.newest_seq)
+            streams = {stream.id: stream for stream in target.streams() if kept.group.has(stream.source)}
+            while seq < target.newest_seq:
+                chunks = await target.read(seq, streams=streams.keys())
                 for chunk in chunks:
                     for id, epoch, message in zip(chunk.streams, chunk.epochs or (), chunk.messages, strict=False):
                         if epoch is not None and epoch.group == kept.group.name:
                             source = streams[id].source
                             whose = (source.authority_name, source.ue_id)
                             kept.count_stored(whose, streams[id].source_bytes, message_id(message), epoch.time)
-                seq = chunks[-1].last_seq if chunks else one.newest_seq
+                seq = chunks[-1].last_seq if chunks else target.newest_seq
         kept.settle(self._now_ms(), self._loop.time())
 
     # -- appends
 
-    def mark(self, one: Log, append: Append) -> None:
-        state = self._in[one]
+    def mark(self, target: Log, append: Append) -> None:
+        state = self._in[target]
         shares: dict[GroupEpochs, list[int]] = {}
         epochs: list[Epoch | None] = append.epochs or [None] * len(append.streams)
         for index, id in enumerate(append.streams):
             if id in state.plain or epochs[index] is not None:
                 continue
-            known = state.of.get(id) or self._learn(one, id)
-            if known is not None:
-                shares.setdefault(known[0], []).append(index)
+            owner = state.of.get(id) or self._learn(target, id)
+            if owner is not None:
+                shares.setdefault(owner[0], []).append(index)
         if not shares:
             return
         now_ms, now = self._now_ms(), self._loop.time()
         for kept, indices in shares.items():
-            records = [IncomingRecord(*state.of[append.streams[one]][1:], append.messages[one]) for one in indices]
+            records = [IncomingRecord(*state.of[append.streams[at]][1:], append.messages[at]) for at in indices]
             for index, epoch in zip(indices, kept.assign(records, now_ms, now), strict=True):
                 epochs[index] = epoch
-            self._involve(one, kept)
-        if one.floor_seq > state.reported_after:  # so that a restart finds a frontier, whatever retention deletes
+            self._involve(target, kept)
+        if target.floor_seq > state.reported_after:  # so that a restart finds a frontier, whatever retention deletes
             state.unreported.update(
                 {name: GroupFrontier(group=name) for name in self._kept if name not in state.unreported}
             )
         append.epochs = epochs
-        self._report(one, append, is_ahead=True)
+        self._report(target, append, is_ahead=True)
         for kept in shares:
             kept.settle(now_ms, now)
-        self._report(one, append, is_ahead=False)
+        self._report(target, append, is_ahead=False)
         self._schedule()
 
-    def _learn(self, one: Log, id: int) -> tuple[GroupEpochs, PublisherAddress, bytes] | None:
+    def _learn(self, target: Log, id: int) -> tuple[GroupEpochs, PublisherAddress, bytes] | None:
         """Find the group of a stream: the first one with its topic."""
-        stream, state = one.stream(id), self._in[one]
+        stream, state = target.stream(id), self._in[target]
         source = stream.source
         if is_publish(stream):
             for kept in self._kept.values():
                 if kept.group.has(source):
-                    found = (kept, (source.authority_name, source.ue_id), stream.source_bytes)
-                    state.of[id] = found
+                    state.of[id] = owner = (kept, (source.authority_name, source.ue_id), stream.source_bytes)
                     self._note_publisher(kept, source)
-                    return found
+                    return owner
         state.plain.add(id)
         return None
 
     def _note_publisher(self, kept: GroupEpochs, source: UUri) -> None:
-        if len(self._authorities[kept]) < AUTHORITIES_MAX:
+        if len(self._authorities[kept]) < GROUP_AUTHORITIES_MAX:
             self._authorities[kept].add(source.authority_name)
 
-    def _involve(self, one: Log, kept: GroupEpochs) -> None:
+    def _involve(self, target: Log, kept: GroupEpochs) -> None:
         """Report the group in that log from now on, and name the log in the reports of the others."""
         name = kept.group.name
-        if name not in self._in[one].numbers:
-            self._in[one].numbers[name] = 0
+        if name not in self._in[target].numbers:
+            self._in[target].numbers[name] = 0
             for other in self._logs_of(name):
                 self._in[other].unreported.setdefault(name, GroupFrontier(group=name))
 
     def _logs_of(self, name: str) -> list[Log]:
-        return [one for one in self._logs if one is self._logs[0] or name in self._in[one].numbers]
+        return [target for target in self._logs if target is self._logs[0] or name in self._in[target].numbers]
 
     def _positions(self) -> dict[bytes, int]:
-        return {one.incarnation: one.newest_seq for one in self._logs}
+        return {target.incarnation: target.newest_seq for target in self._logs}
 
-    def _forgotten(self, one: Log, ids: frozenset[int]) -> None:
-        state = self._in[one]
+    def _forgotten(self, target: Log, ids: frozenset[int]) -> None:
+        state = self._in[target]
         state.plain.difference_update(ids)
         for id in ids & state.of.keys():
             del state.of[id]
@@ -322,28 +321,28 @@ class Keeper:
         """Append the changes to each log that they concern; to `here` together with `append`."""
         news = {name: kept.report() for name, kept in self._kept.items() if kept.has_changes}
         concerned = [
-            one
-            for one, state in self._in.items()
-            if state.unreported or any(one in self._logs_of(name) for name in news)
+            target
+            for target, state in self._in.items()
+            if state.unreported or any(target in self._logs_of(name) for name in news)
         ]
         waiting: list[asyncio.Future[int]] = []
-        for one in concerned:
-            state, message = self._in[one], self._message(self._frontier(one, news))
-            state.reported_after = one.newest_seq
-            if one is here and append is not None:
+        for target in concerned:
+            state, message = self._in[target], self._message(self._frontier(target, news))
+            state.reported_after = target.newest_seq
+            if target is here and append is not None:
                 _insert(append, state.stream, message, is_ahead=is_ahead)
                 continue
-            done = one.append([state.stream], [message])
+            done = target.append([state.stream], [message])
             if done.done() and done.exception() is not None:  # it was refused at once
-                self._report_later(one, [message])
+                self._report_later(target, [message])
             done.add_done_callback(_ignore_error)
             waiting.append(done)
         return waiting
 
-    def _frontier(self, one: Log, news: dict[str, GroupFrontier]) -> Frontier:
-        state, frontier = self._in[one], Frontier()
+    def _frontier(self, target: Log, news: dict[str, GroupFrontier]) -> Frontier:
+        state, frontier = self._in[target], Frontier()
         for name, kept in self._kept.items():
-            if one not in self._logs_of(name):
+            if target not in self._logs_of(name):
                 continue
             report = frontier.groups.add()
             report.CopyFrom(news[name] if name in news else kept.report_again())
@@ -351,25 +350,25 @@ class Keeper:
                 _add_unreported(report, unreported, state.unopened.setdefault(name, {}))
             state.numbers[name] += 1
             report.number = state.numbers[name]
-            report.logs.extend(log.incarnation for log in self._logs_of(name))
+            report.logs.extend(involved.incarnation for involved in self._logs_of(name))
         return frontier
 
     def _message(self, frontier: Frontier) -> EncodedMessage:
         return EncodedMessage.of(UMessageBuilder.publish(self.topic).with_id(uuids.new()).pack(frontier))
 
-    def failed(self, one: Log, appends: Sequence[Append]) -> None:
+    def failed(self, target: Log, appends: Sequence[Append]) -> None:
         """Report the changes of failed appends again, and do not count their records."""
-        state = self._in[one]
+        state = self._in[target]
         for append in appends:
             for id, epoch in zip(append.streams, append.epochs or (), strict=False):
-                known = state.of.get(id)
-                if epoch is not None and known is not None and known[0].group.name == epoch.group:
-                    known[0].refused(*known[1:], epoch.time)
+                owner = state.of.get(id)
+                if epoch is not None and owner is not None and owner[0].group.name == epoch.group:
+                    owner[0].refused(*owner[1:], epoch.time)
         pairs = [pair for append in appends for pair in zip(append.streams, append.messages, strict=True)]
-        self._report_later(one, [message for id, message in pairs if id == state.stream])
+        self._report_later(target, [message for id, message in pairs if id == state.stream])
 
-    def _report_later(self, one: Log, messages: Iterable[Carried]) -> None:
-        state = self._in[one]
+    def _report_later(self, target: Log, messages: Iterable[Carried]) -> None:
+        state = self._in[target]
         for message in messages:
             for report in Frontier.FromString(message.payload).groups:
                 unreported = state.unreported.setdefault(report.group, GroupFrontier(group=report.group))
@@ -388,7 +387,7 @@ class Keeper:
 
     def _schedule(self, after_s: float | None = None) -> None:
         due = [kept.due for kept in self._kept.values()]
-        at = min((one for one in due if one is not None), default=None)
+        at = min((time_s for time_s in due if time_s is not None), default=None)
         if after_s is not None:
             at = self._loop.time() + after_s
         if at is None or self._closed:
@@ -450,18 +449,18 @@ def _add_unreported(report: GroupFrontier, unreported: GroupFrontier, unopened: 
             if time_of(time) not in opened:
                 report.opened.append(time)
     ended = [*unreported.ended, *report.ended]
-    refused = [one for one in ended if time_of(one.time) in unopened and one.incomplete == REFUSED][-ACTIVE_MAX:]
+    refused = [end for end in ended if time_of(end.time) in unopened and end.incomplete == REFUSED][-ACTIVE_MAX:]
     for now, before, most in (
         (report.late, unreported.late, LATE_REPORTED_MAX),
         (report.missed, unreported.missed, MISSED_MAX),
     ):
-        all = [*before, *now]
+        both = [*before, *now]
         del now[:]
-        now.extend(all[-most:])
+        now.extend(both[-most:])
     del report.ended[:]
-    report.ended.extend([one for one in ended if time_of(one.time) not in unopened] + refused)
+    report.ended.extend([end for end in ended if time_of(end.time) not in unopened] + refused)
     unopened.clear()
-    unopened.update(dict.fromkeys(time_of(one.time) for one in refused))
+    unopened.update(dict.fromkeys(time_of(end.time) for end in refused))
 
 
 def _insert(append: Append, stream: int, message: Carried, *, is_ahead: bool) -> None:
@@ -482,9 +481,9 @@ def _ignore_error(done: asyncio.Future[int]) -> None:
         done.exception()
 
 
-def _begun(one: Log, after: dict[bytes, int]) -> int:
-    """Returns the position in `one` when an epoch was opened."""
-    if one.incarnation in after:
-        return after[one.incarnation]
-    seq, other = position_before(one, after)
-    return seq if other else one.newest_seq
+def _begun(target: Log, after: dict[bytes, int]) -> int:
+    """Returns the position in `target` when an epoch was opened."""
+    if target.incarnation in after:
+        return after[target.incarnation]
+    seq, other = position_before(target, after)
+    return seq if other else target.newest_seq

@@ -41,7 +41,7 @@ PATTERNS_KNOWN_MAX: Final = 8_192  # valid topics in the cache of `pattern_of`; 
 KINDS_MAX: Final = 4_096  # kinds of topics, and authorities, in the caches of one match; some 100 bytes each
 CACHED_MAX: Final = 1_024  # sets of patterns; consumers use the same ones from poll to poll
 CACHED_BYTES_MAX: Final = 64 << 20  # of the ids of their streams: five that match all of 262,144 topics
-ID_BYTES: Final = 45  # of an id in a set
+SET_ID_BYTES: Final = 45  # of an id in a set
 
 PatternKey = tuple[str, int, int, int]
 
@@ -158,7 +158,7 @@ class Match:
     @property
     def memory_bytes(self) -> int:
         """Returns an estimate."""
-        return ID_BYTES * len(self.ids)
+        return SET_ID_BYTES * len(self.ids)
 
     # -- the streams
 

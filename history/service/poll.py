@@ -45,7 +45,7 @@ from uprotocol.v1.uri_pb2 import UUri
 
 POLL_RECORDS_MAX: Final = 10_000  # with some 24 bytes of columns each, and ...
 POLL_BYTES_MAX: Final = 768 << 10  # ... these of messages, a reply stays below 1 MiB, which every transport carries
-WAIT_MS_MAX: Final = 60_000  # within this time the service notices that a caller has gone
+POLL_WAIT_MS_MAX: Final = 60_000  # within this time the service notices that a caller has gone
 TTL_MARGIN_MS: Final = 200  # this, or a tenth of the request's ttl, is left for the reply to arrive
 LEASE_MS_MAX: Final = 7 * 24 * 3_600_000
 FRONTIERS_PAGE: Final = struct.Struct(f">{INCARNATION_BYTES}sq")  # a log, and the last stream of it that was listed
@@ -111,7 +111,7 @@ def checked(asked: PollRequest, attributes: UAttributes, *, bytes_max: int = POL
         _positions(asked.acked),
         min(asked.max_records or POLL_RECORDS_MAX, POLL_RECORDS_MAX),
         max(1, min(asked.max_bytes or POLL_BYTES_MAX, POLL_BYTES_MAX, bytes_max)),
-        max(0, min(asked.wait_ms, WAIT_MS_MAX, left_ms)),
+        max(0, min(asked.wait_ms, POLL_WAIT_MS_MAX, left_ms)),
         max(0, left_ms),
         consumer_lease_ms(asked) if asked.consumer else 0,
     )

@@ -69,8 +69,8 @@ REPLIES_BYTES_MAX: Final = 32 << 20  # of all replies that the network has not t
 TOPICS_AT_ONCE_MAX: Final = 8_000  # some 115 bytes each: below 1 MiB
 PAGE_TOPICS_MAX: Final = 1_000  # some 10 ms to list, to translate where the answer leaves, and to parse
 PAGE_BYTES_MAX: Final = 256 << 10  # of topics; they have 230 bytes each at most, so the limit before is reached first
-LOGS_MAX: Final = 256  # in a page, as many as in a poll
-STREAMS_PER_STEP: Final = 500  # examined in one step on the loop, some 3 ms if all of them are listed
+PAGE_LOGS_MAX: Final = 256  # in a page, as many as in a poll
+LISTED_PER_STEP: Final = 500  # examined in one step on the loop, some 3 ms if all of them are listed
 # examined for one page, some 40 ms of steps: if few match, a page may be short or empty
 STREAMS_PER_PAGE: Final = 200_000
 TURN_MS_MAX: Final = 10_000  # a local read waits so long for its turn
@@ -410,7 +410,7 @@ class Listing:
         """Returns the listing for a request. Raises INVALID_ARGUMENT."""
         if asked.listing not in DescribeRequest.Listing.values():
             raise invalid(f"unknown listing {asked.listing}; known: {', '.join(DescribeRequest.Listing.keys())}")
-        if len(asked.page) % _RANGE.size or len(asked.page) > LOGS_MAX * _RANGE.size:
+        if len(asked.page) % _RANGE.size or len(asked.page) > PAGE_LOGS_MAX * _RANGE.size:
             raise invalid("expected `page` to be next_page of the answer before, got other bytes")
         ranges = {incarnation: (after, until) for incarnation, after, until in _RANGE.iter_unpack(asked.page)}
         return cls(asked.listing, ranges)
@@ -462,7 +462,7 @@ async def _page(matches: Mapping[Log, Match], listing: Listing) -> bytes:
 
 def _step(log: Log, match: Match, listing: Listing, after: int, until: int) -> int:
     """List some streams. Returns the id up to which the log is now listed."""
-    streams = log.stream_table.after(after, STREAMS_PER_STEP, match.authorities)
+    streams = log.stream_table.after(after, LISTED_PER_STEP, match.authorities)
     listing.examined += len(streams)
     for stream in streams:
         if stream.id > until:
@@ -472,7 +472,7 @@ def _step(log: Log, match: Match, listing: Listing, after: int, until: int) -> i
         after = stream.id
         if after in match.ids and stream.records:
             listing.add(log, stream)
-    return after if len(streams) == STREAMS_PER_STEP else until
+    return after if len(streams) == LISTED_PER_STEP else until
 
 
 async def _all(matches: Mapping[Log, Match], listing: Listing) -> None:
@@ -483,7 +483,7 @@ async def _all(matches: Mapping[Log, Match], listing: Listing) -> None:
         for number, id in enumerate(sorted(match.ids), 1):
             if log.knows_stream(id) and log.stream(id).records:
                 listing.add(log, log.stream(id))
-            if number % STREAMS_PER_STEP == 0:
+            if number % LISTED_PER_STEP == 0:
                 await asyncio.sleep(0)
 
 

@@ -122,7 +122,7 @@ async def test_a_follower_that_a_late_duplicate_created_again_is_not_polled(worl
 async def test_thousands_that_came_and_went_have_left_no_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of them polled and were killed, half never came back."""
     monkeypatch.setattr(followers_module, "LEASE_MS_MIN", 0)
-    monkeypatch.setattr(followers_module, "SWEEP_S", 0.0)
+    monkeypatch.setattr(followers_module, "LEASES_CHECK_S", 0.0)
     followers = world.service.followers
 
     async def come_and_go(first: int, count: int) -> None:
@@ -182,7 +182,7 @@ async def test_a_million_topics_are_stopped_by_the_bound(world: World) -> None:
 @pytest.mark.parametrize("rounds", [4, pytest.param(40, marks=full)])
 async def test_leases_that_are_over_leave_nothing(world: World, monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
     monkeypatch.setattr(followers_module, "LEASE_MS_MIN", 0)
-    monkeypatch.setattr(followers_module, "SWEEP_S", 0.0)
+    monkeypatch.setattr(followers_module, "LEASES_CHECK_S", 0.0)
     followers = world.service.followers
     for round in range(rounds):
         for place in range(250):

@@ -32,7 +32,7 @@ from uprotocol.v1.uri_pb2 import UUri
 TOPICS: Final = [uris.uri("vcu.vin", entity, 1, 0x8000 + place) for entity in (0x10, 0x11) for place in range(3)]
 PATTERNS: Final = [*TOPICS, uris.uri("vcu.vin", 0x10, 1, 0xFFFF), uris.pattern("vcu.vin")]
 LEASE_MS: Final = 10_000
-OVER_S: Final = LEASE_MS / 1_000 + 2 * followers_module.SWEEP_S
+OVER_S: Final = LEASE_MS / 1_000 + 2 * followers_module.LEASES_CHECK_S
 # what is done to each of some patterns: its sample period, or None: not followed any more
 CHANGES: Final = st.lists(
     st.tuples(st.integers(0, len(PATTERNS) - 1), st.sampled_from([0, 0, 1, 7, 50, None])), max_size=8

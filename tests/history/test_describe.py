@@ -160,7 +160,7 @@ async def test_pages_are_bounded_in_topics_and_in_bytes(world: World, monkeypatc
 async def test_where_few_match_a_page_looks_no_further_than_it_may(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "STREAMS_PER_STEP", 10)
+    monkeypatch.setattr(service_module, "LISTED_PER_STEP", 10)
     monkeypatch.setattr(service_module, "STREAMS_PER_PAGE", 50)
     await world.append(*(topic(vehicle, int(vehicle == 390)) for vehicle in range(400)))
     rare = uris.pattern(resource=0x8001)
@@ -234,13 +234,13 @@ async def test_a_service_that_gives_one_page_for_ever_is_found_out(
 
 @contextlib.contextmanager
 def small_pages(topics: int, step: int) -> Iterator[None]:
-    before = service_module.PAGE_TOPICS_MAX, service_module.STREAMS_PER_STEP, service_module.STREAMS_PER_PAGE
-    service_module.PAGE_TOPICS_MAX, service_module.STREAMS_PER_STEP = topics, step  # type: ignore[misc]
+    before = service_module.PAGE_TOPICS_MAX, service_module.LISTED_PER_STEP, service_module.STREAMS_PER_PAGE
+    service_module.PAGE_TOPICS_MAX, service_module.LISTED_PER_STEP = topics, step  # type: ignore[misc]
     service_module.STREAMS_PER_PAGE = 3 * step  # type: ignore[misc]
     try:
         yield
     finally:
-        service_module.PAGE_TOPICS_MAX, service_module.STREAMS_PER_STEP, service_module.STREAMS_PER_PAGE = before  # type: ignore[misc]
+        service_module.PAGE_TOPICS_MAX, service_module.LISTED_PER_STEP, service_module.STREAMS_PER_PAGE = before  # type: ignore[misc]
 
 
 @settings(deadline=None, max_examples=examples(150))

@@ -28,7 +28,7 @@ from history.epochs.groups import (
     timed,
     untimed,
 )
-from history.epochs.merging import GROUPS_MAX, REST, UNREPORTED_MAX
+from history.epochs.merging import LOG_GROUPS_MAX, REST, UNREPORTED_MAX
 from history.file.store import Store
 from history.log.log import Log
 from history.reading.client import HistoryClient
@@ -1059,15 +1059,15 @@ def test_a_vehicle_whose_clock_is_years_ahead_makes_nobody_else_late() -> None:
 def test_whatever_logs_tell_takes_bounded_memory_and_none_of_their_records_is_lost() -> None:
     source, reader = FakeLog(), Assembler(timeout_s=10)
     frontiers = []
-    for place in range(20 * GROUPS_MAX):
+    for place in range(20 * LOG_GROUPS_MAX):
         one = source.frontier([(1,)], [(1,)])
         frontier = Frontier.FromString(one.message.payload)
         frontier.groups[0].group = f"g{place}"
         one.message.payload = frontier.SerializeToString()
         frontiers.append(one)
     reader.take(frontiers, 0.0)
-    assert reader.dropped["unreadable"] == 19 * GROUPS_MAX
-    assert len(list(reader.frontiers())) == GROUPS_MAX
+    assert reader.dropped["unreadable"] == 19 * LOG_GROUPS_MAX
+    assert len(list(reader.frontiers())) == LOG_GROUPS_MAX
 
     def unheard(groups: int) -> list[Record]:
         return [replace(source.data((5,)), epoch=Epoch(f"unheard{place}", (5,))) for place in range(groups)]
@@ -1078,7 +1078,7 @@ def test_whatever_logs_tell_takes_bounded_memory_and_none_of_their_records_is_lo
     assert [why for _, why in times(handed)] == [UNREPORTED] * 100
     reader.take(unheard(4 * UNREPORTED_MAX), 20.0)
     assert len(reader.overdue(40.0)) + reader.dropped["begun"] == 100 + 4 * UNREPORTED_MAX
-    assert len(list(reader.frontiers())) <= GROUPS_MAX + UNREPORTED_MAX + 1
+    assert len(list(reader.frontiers())) <= LOG_GROUPS_MAX + UNREPORTED_MAX + 1
 
 
 def test_what_begins_in_between_takes_away_what_is_open_of_these_topics_alone() -> None:

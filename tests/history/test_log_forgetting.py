@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from history.file.damage import STREAM
+from history.file.damage import STREAM_ROW
 from history.file.rows import META
 from history.file.verify import verify
 from history.log import streams
@@ -253,7 +253,7 @@ async def test_a_vanished_row_is_reported_though_others_are_forgotten(durable: B
     with sqlite3.connect(durable.path) as db:  # type: ignore[arg-type]
         db.execute("DELETE FROM stream WHERE id IN (SELECT id FROM stream ORDER BY id DESC LIMIT 2)")
     log = await durable.open(forget_after_s=3_600)
-    assert {damage.kind for damage in log.damage} == {STREAM}
+    assert {damage.kind for damage in log.damage} == {STREAM_ROW}
     assert durable.known() == [99, 1]  # one stream is found again in its record; the other has no record
     await log.close()
     log = await durable.open(forget_after_s=3_600)
@@ -363,7 +363,7 @@ async def test_no_gap_is_reported_to_a_reader_of_another_authority(world: tuple[
 async def test_the_gap_is_reported_also_after_a_restart_and_where_very_many_authorities_are_forgotten(
     durable: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams_module, "AUTHORITIES_MAX", 4)
+    monkeypatch.setattr(streams_module, "FORGOTTEN_AUTHORITIES_MAX", 4)
     log = await durable.open()
     await durable.append(*(topic(0, f"v{place}") for place in range(6)))
     await durable.pass_all()

@@ -226,7 +226,7 @@ async def test_verifying_ends_before_it_lets_the_disk_fill(tmp_path: Path, monke
         await append(log, 4)
         monkeypatch.setattr(verify_module, "STEPS_PER_LOOK", 10)
         assert verify(path).is_sound
-        monkeypatch.setattr(verify_module, "WAL_BYTES_MIN", 1)
+        monkeypatch.setattr(verify_module, "WAL_IGNORED_BYTES", 1)
         monkeypatch.setattr(verify_module, "free_bytes", lambda path: 0)
         with pytest.raises(UStatusError, match=r"UNAVAILABLE.*try again when less comes"):
             verify(path)

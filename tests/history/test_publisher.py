@@ -354,7 +354,7 @@ async def test_copies_that_wait_are_bounded_in_number(
 
 
 async def test_copies_that_wait_are_bounded_in_bytes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher_module, "TAIL_BYTES_MAX", 100_000)
+    monkeypatch.setattr(publisher_module, "PUBLISHER_TAIL_BYTES_MAX", 100_000)
     async with world.publisher() as publisher:
         await _held(world, publisher, 20, b" " * 10_000)
         await until(lambda: publisher.counts["sent"] + publisher.counts["dropped"] == 21)

@@ -16,7 +16,7 @@ import pytest
 
 from campaigns.simulation.loop import VirtualLoop
 from history.epochs.assembling import BEGUN, BEGUN_THERE, MISSED, ODD, UNREPORTED
-from history.epochs.merging import GROUPS_MAX, REST
+from history.epochs.merging import LOG_GROUPS_MAX, REST
 from history.reading.client import HistoryClient
 from history.records.epoch import Epoch
 from spark_ingest import epochs, fleet, offsets, planner, polls, source
@@ -500,7 +500,7 @@ def test_frontiers_take_bounded_space_in_a_checkpoint() -> None:
         parsed.groups[0].group = f"g{index}"
         one.message.payload = parsed.SerializeToString()
         frontiers.append(one)
-    assert len(gates_after(*frontiers)) == GROUPS_MAX
+    assert len(gates_after(*frontiers)) == LOG_GROUPS_MAX
     logs = [index.to_bytes(16, "big").hex() for index in range(1, 1_000)]
     gates = Gates()
     seen = 0
