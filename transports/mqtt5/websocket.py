@@ -5,7 +5,7 @@ write(bytes of many packets) -> one binary frame
 binary frames -> a stream of bytes: a frame may hold several packets, or a part of one
 pause_reading -> no frame is taken -> aiohttp's queue fills -> the socket is not read -> the broker is held back
 
-Imported only where WebSocket is used: aiohttp takes 0.1 s and 11 MiB.
+Imported only where WebSocket is used: aiohttp takes 0.1 s and 11 MiB. Why aiohttp: docs/adr/mqtt5.md.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class WebSocketDialler(Dialler):
             ssl=context if context is not None else True,
             resolver=_Resolver(self._addresses, timeout_s),
             use_dns_cache=False,  # each attempt looks the name up
-            socket_factory=lambda found: new_socket(found[0], context),
+            socket_factory=lambda address: new_socket(address[0], context),
             force_close=True,
         )
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s, sock_read=timeout_s)
@@ -109,7 +109,11 @@ class WebSocketDialler(Dialler):
 
 
 class WebSocketTransport(asyncio.Transport):
-    """The transport of a Connection, as that of a socket, with frames below it."""
+    """The transport of a Connection, as that of a socket, with frames below it.
+
+    What changes: `_unread` (bytes that the Connection has not taken), `_may_read` (it has not paused us), `_is_due`
+    (`_deliver` will be called), `_is_closed`, and what aiohttp keeps behind `_upgraded`.
+    """
 
     def __init__(self, upgraded: _Upgraded, user: Connection) -> None:
         super().__init__()
@@ -119,7 +123,7 @@ class WebSocketTransport(asyncio.Transport):
         self._wire.set_write_buffer_limits(high=sys.maxsize)
         self._wire.set_protocol(_Hearing(self._wire.get_protocol(), user))
         self._unread: list[bytes | memoryview] = []  # parts of frames; at most about aiohttp's queue and one frame
-        self._is_due = False  # `_deliver` will be called
+        self._is_due = False
         self._may_read = asyncio.Event()
         self._may_read.set()
         self._is_closed = False
@@ -150,9 +154,6 @@ class WebSocketTransport(asyncio.Transport):
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._wire.get_extra_info(name, default)
-
-    def is_closing(self) -> bool:
-        return self._is_closed
 
     def abort(self) -> None:
         self._is_closed = True
@@ -267,7 +268,7 @@ class _Resolver(AbstractResolver):
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
         async with asyncio.timeout(self._timeout_s):
-            found = await self._addresses()
+            addresses = await self._addresses()
         return [
             ResolveResult(
                 # the scope is part of a link-local address of IPv6
@@ -278,7 +279,7 @@ class _Resolver(AbstractResolver):
                 proto=0,
                 flags=_NUMERIC,
             )
-            for of, address in found
+            for of, address in addresses
         ]
 
     async def close(self) -> None:
@@ -287,14 +288,14 @@ class _Resolver(AbstractResolver):
 
 def _headers(config: WebSocketConfig) -> dict[str, str]:
     """The headers of the upgrade. Blocks. Raises UStatusError: a file can't be used."""
-    found = {name: value.get_secret_value() for name, value in config.headers.items()}
+    headers = {name: value.get_secret_value() for name, value in config.headers.items()}
     for name, file in config.secret_headers.items():
         setting = f"websocket.secret_headers.{name}"
-        found[name] = first_line(setting, file).strip()
-        if not is_header_value(found[name]):
+        headers[name] = first_line(setting, file).strip()
+        if not is_header_value(headers[name]):
             why = f"{setting} {file} can't be used: its first line has a control character"
             raise UStatusError(UCode.FAILED_PRECONDITION, why)
-    return found
+    return headers
 
 
 def _refused(url: URL, error: aiohttp.WSServerHandshakeError) -> UStatusError:
