@@ -20,12 +20,20 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
 from transports.certificates import CertificateFile
-from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable, TtlCounts
+from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
 from uprotocol.status import OK as OK  # for transports: the status of a message that was sent
 from uprotocol.status import UStatusError, code_name
-from uprotocol.transport import ConnectionCallback, LocalUriProvider, ProbeResult, ProbeVerdict, UListener, UTransport
+from uprotocol.transport import (
+    ConnectionCallback,
+    LocalUriProvider,
+    ProbeResult,
+    ProbeVerdict,
+    TtlCounts,
+    UListener,
+    UTransport,
+)
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -161,16 +169,13 @@ class TransportBase(UTransport):
 
     @property
     def dropped(self) -> Counter[str]:
-        """Messages thrown away on arrival, by reason: malformed, too_large, invalid, expired, ..."""
         return self.listeners.dropped
 
     @property
     def mended(self) -> Counter[str]:
-        """Messages taken without a field that was wrong, by the field: traceparent."""
         return self.listeners.mended
 
     def take_ttl_counts(self) -> TtlCounts:
-        """As ListenerTable.take_ttl_counts."""
         return self.listeners.take_ttl_counts()
 
     @property

@@ -33,7 +33,7 @@ from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
 from uprotocol.encoded import EncodedMessage, Stamp, is_shared, shared_suffix, suffix
 from uprotocol.status import UStatusError, invalid
-from uprotocol.transport import EncodedListener, UBatchListener, UListener
+from uprotocol.transport import EncodedListener, TtlCounts, UBatchListener, UListener
 from uprotocol.uri import Key
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
@@ -222,14 +222,6 @@ def each_once(found: Found) -> Iterable[UListener]:
     if len(found) == 1:
         return found[0][1]
     return {id(listener): listener for _, listeners in found for listener in listeners}.values()
-
-
-class TtlCounts(NamedTuple):
-    """Counts of valid messages with a ttl that arrived."""
-
-    arrived: int
-    expired: int  # of these, on arrival
-    ages_ms: tuple[int, ...]  # of the last AGES_MAX expired ones: our time minus the time of their ids
 
 
 class _KnownStamp(NamedTuple):
@@ -454,7 +446,7 @@ class ListenerTable:
         self._ages_ms.append(age_ms)
 
     def take_ttl_counts(self) -> TtlCounts:
-        """Returns the counts since the last call, so there should be one caller."""
+        """See UTransport.take_ttl_counts; `ages_ms` of the last AGES_MAX."""
         counts = TtlCounts(self._with_ttl, self._expired_count, tuple(self._ages_ms))
         self._with_ttl = self._expired_count = 0
         self._ages_ms.clear()

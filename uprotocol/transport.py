@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import enum
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, Self, runtime_checkable
@@ -137,6 +138,14 @@ class ProbeRequest:
     """that process has received messages from the network"""
     take_over: bool = False
     """the probe may end the connection of another client that uses our name, or our session"""
+
+
+class TtlCounts(NamedTuple):
+    """Counts of valid messages with a ttl that arrived."""
+
+    arrived: int = 0
+    expired: int = 0  # of these, on arrival
+    ages_ms: tuple[int, ...] = ()  # of the last expired ones: our time minus the time of their ids
 
 
 ConnectionCallback = Callable[[bool], None]
@@ -276,6 +285,31 @@ class UTransport(abc.ABC):
         """Information for the operator that is not a problem, for example a limit of the network that is lower than the
         configured value."""
         return []
+
+    # What a transport counts. These defaults count nothing; the conformance suite needs `dropped`.
+    @property
+    def dropped(self) -> Counter[str]:
+        """Messages thrown away on arrival, by reason: malformed, too_large, invalid, expired, ..."""
+        return Counter()
+
+    @property
+    def mended(self) -> Counter[str]:
+        """Messages taken without a field that was invalid, by the field: traceparent."""
+        return Counter()
+
+    @property
+    def unprobed(self) -> int:
+        """Messages sent without knowing, despite `tells_absence`, whether anybody listens: a limit was reached."""
+        return 0
+
+    @property
+    def left_unacknowledged(self) -> int:
+        """Times that a receiver left the network before it had acknowledged what was sent to it."""
+        return 0
+
+    def take_ttl_counts(self) -> TtlCounts:
+        """Returns the counts since the last call, so there should be one caller: the owner, which compares clocks."""
+        return TtlCounts()
 
     async def probe(self, asked: ProbeRequest) -> AsyncGenerator[ProbeResult, None]:
         """Find out whether the network can be reached with these settings, and allows what the owner needs; yields one

@@ -224,12 +224,12 @@ def of_endpoint(endpoint: Endpoint, *, is_connected: bool) -> Iterator[Sample]:
     yield "received", label, endpoint.received
     yield "forwarded", label, endpoint.forwarded
     yield from each("dropped", label, endpoint.all_dropped)
-    yield from each("mended", label, getattr(endpoint.transport, "mended", {}))
+    yield from each("mended", label, endpoint.transport.mended)
     yield "connected", label, is_connected
     yield "transport_faults", label, endpoint.faults
     yield "transport_hangs", label, endpoint.sends.hangs
-    yield "unprobed", label, int(getattr(endpoint.transport, "unprobed", 0))
-    yield "left_unacknowledged", label, int(getattr(endpoint.transport, "left_unacknowledged", 0))
+    yield "unprobed", label, endpoint.transport.unprobed
+    yield "left_unacknowledged", label, endpoint.transport.left_unacknowledged
     yield "troubles", label, len(endpoint.troubles)
     yield "answered_twice", label, endpoint.twins.answers
 

@@ -24,9 +24,9 @@ from history.log.log import Log
 from history.service.gaps import Gaps
 from streamer.reporting import OPENING, STARTING, STREAMER, Condition, Sample, each
 from streamer.walk.endpoint import Endpoint
-from transports.listeners import TtlCounts
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
+from uprotocol.transport import TtlCounts
 from uprotocol.uuid import moment
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -170,10 +170,9 @@ class Clocks:
         self._seen: deque[tuple[float, TtlCounts]] = deque()  # of each `look` within WINDOW_S; one may cover more time
 
     def look(self, now_s: float) -> None:
-        """Reads the counts of the transport, if it has them. `now_s`: loop time."""
-        take = getattr(self._endpoint.transport, "take_ttl_counts", None)
-        counts: TtlCounts | None = take() if take is not None else None
-        if counts is not None and counts.arrived:
+        """Reads the counts of the transport. `now_s`: loop time."""
+        counts = self._endpoint.transport.take_ttl_counts()
+        if counts.arrived:
             self._seen.append((now_s, counts))
         while self._seen and self._seen[0][0] <= now_s - WINDOW_S:
             self._seen.popleft()

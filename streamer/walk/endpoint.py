@@ -99,7 +99,7 @@ class Endpoint:
     def change(self, authorities: Iterable[str], transport: UTransport, suffix: str | None) -> None:
         """Take other names and another transport, which is not open yet; the old one is closed. `Endpoints.changed`
         has to be called in the same step."""
-        self.dropped.update(getattr(self.transport, "dropped", {}))
+        self.dropped.update(self.transport.dropped)
         self.sends.interrupt()
         if suffix != self.suffix:
             self.names = None
@@ -128,9 +128,8 @@ class Endpoint:
             for callback in list(self._heard_callbacks) if self.transport is transport else ():
                 callback(addresses)
 
-        for name, callback in (("on_connection", connection), ("on_heard", heard)):
-            if (subscribe := getattr(transport, name, None)) is not None:
-                subscribe(callback)
+        transport.on_connection(connection)
+        transport.on_heard(heard)
 
     @property
     def only_authority(self) -> str:
@@ -296,12 +295,12 @@ class Endpoint:
     @property
     def all_dropped(self) -> Counter[str]:
         """Returns the drops by reason, with those of the transport."""
-        return self.dropped + Counter(getattr(self.transport, "dropped", {}))
+        return self.dropped + Counter(self.transport.dropped)
 
     @property
     def in_flight_messages(self) -> int:
         """See UTransport.in_flight_messages. 0 while the transport has a fault, when each message is tried alone."""
-        return 0 if self.fault else int(getattr(self.transport, "in_flight_messages", 0))
+        return 0 if self.fault else self.transport.in_flight_messages
 
     @property
     def connected(self) -> bool:
@@ -309,10 +308,8 @@ class Endpoint:
 
     def all_registered(self) -> None:
         """See UTransport.all_registered. Never raises."""
-        all_registered = getattr(self.transport, "all_registered", None)
         try:
-            if all_registered is not None:
-                all_registered()
+            self.transport.all_registered()
         except Exception:
             log.exception("a transport failed when it was told that all listeners are registered", endpoint=self.name)
 
@@ -320,7 +317,7 @@ class Endpoint:
     def troubles(self) -> list[str]:
         """Returns sentences about faults of the network or its transport."""
         own = filter(None, (self.sends.trouble, self.fault))
-        return [*own, *getattr(self.transport, "troubles", ())]
+        return [*own, *self.transport.troubles]
 
     def __repr__(self) -> str:
         counts = f"received={self.received}, forwarded={self.forwarded}"
@@ -501,7 +498,7 @@ class Endpoints(Reporter):
         notes = [
             f"endpoint {endpoint.name}: {note}"
             for endpoint in self
-            for note in (*getattr(endpoint.transport, "notes", ()), *endpoint.twins.notes())
+            for note in (*endpoint.transport.notes, *endpoint.twins.notes())
         ]
         for outside in self:
             others = [other for other in self if other is not outside and not other.suffix]

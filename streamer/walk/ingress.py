@@ -363,7 +363,7 @@ class Ingress(EncodedListener):
     def gather_lost(self) -> None:
         """Report what the transport has dropped since the last turn for want of space."""
         transport = self.endpoint.transport
-        dropped: Mapping[str, int] = getattr(transport, "dropped", {})
+        dropped = transport.dropped
         before = self._lost_there if transport is self._lost_by else {}
         self._lost_by, self._lost_there = transport, {reason: dropped.get(reason, 0) for reason in LOST_UNREAD}
         for reason, count in self._lost_there.items():

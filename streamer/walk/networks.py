@@ -94,11 +94,11 @@ class EndpointNetwork:
             yield Condition(endpoint.sends.trouble, name, is_fatal=True)
         is_away = self.is_open and not self.is_connected and self.was_connected and not hangs
         if is_away and not endpoint.transport.only_listens:
-            why = getattr(endpoint.transport, "away_because", "")
+            why = endpoint.transport.away_because
             yield Condition("its network is away" + (f": {why}" if why else ""), name, is_fatal=True)
         if endpoint.fault:
             yield Condition(endpoint.fault, name, is_fatal=True)
-        for trouble in getattr(endpoint.transport, "troubles", ()):
+        for trouble in endpoint.transport.troubles:
             yield Condition(trouble, name)
 
 

@@ -28,7 +28,7 @@ from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder
 from uprotocol.pacing import Backoff
 from uprotocol.status import OK
-from uprotocol.transport import Capability
+from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -37,7 +37,7 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 TOPICS = [uris.parse(f"//vehicle1/8001/1/{resource:X}") for resource in range(0x8001, 0x8005)]
 
 
-class Network:
+class Network(UTransport):
     """Accepts messages of every topic that is not stuck."""
 
     capabilities = Capability.PUBLISH_WITHOUT_SINK

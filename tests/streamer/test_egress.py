@@ -27,7 +27,7 @@ from uprotocol import uuid as uuids
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder
 from uprotocol.pacing import Backoff
-from uprotocol.transport import Capability
+from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.uattributes_pb2 import UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -41,7 +41,7 @@ TOPICS = [uris.parse(f"//vehicle1/8001/1/{resource:X}") for resource in range(0x
 PRIORITIES = [UPriority.UPRIORITY_CS0, UPriority.UPRIORITY_CS1, UPriority.UPRIORITY_CS4]
 
 
-class Network:
+class Network(UTransport):
     """A transport that takes, refuses or is away as drawn; `taken` is what has left, in order."""
 
     capabilities = Capability.PUBLISH_WITHOUT_SINK

@@ -23,7 +23,7 @@ from uprotocol.encoded import EncodedMessage, Stamp
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.pacing import Backoff
 from uprotocol.status import nobody_listens
-from uprotocol.transport import Capability
+from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.uattributes_pb2 import UMessageType, UPayloadFormat, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -35,7 +35,7 @@ METHOD = uris.parse("//vehicle1/8001/1/7")
 CLASSES = [UPriority.UPRIORITY_CS4, UPriority.UPRIORITY_CS5, UPriority.UPRIORITY_CS6]
 
 
-class Network:
+class Network(UTransport):
     """Accepts messages while `there`."""
 
     capabilities = Capability.PUBLISH_WITHOUT_SINK

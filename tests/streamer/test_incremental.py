@@ -268,7 +268,7 @@ async def test_one_subscription_more_costs_a_look_at_its_topic(
     await client.close()
 
 
-class Refusing:
+class Refusing(UTransport):
     """A network that refuses, or answers nothing, as the test says; it counts what it was asked."""
 
     capabilities = Capability.PUBLISH_WITHOUT_SINK
@@ -285,10 +285,11 @@ class Refusing:
             raise UStatusError(self.code, "no")
         self.listening.add(uris.key(source))
 
-    register_listeners = UTransport.register_listeners
-
     async def unregister_listener(self, source: UUri, listener: Any, sink: UUri | None = None) -> None:
         self.listening.remove(uris.key(source))
+
+    async def send_batch(self, messages: Any) -> Any:
+        raise AssertionError("nothing is sent here")
 
 
 def refusing() -> tuple[Refusing, EndpointFilters, Interest, InterestSource]:

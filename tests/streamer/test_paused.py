@@ -37,7 +37,7 @@ from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.pacing import Backoff
 from uprotocol.status import OK, UStatusError
-from uprotocol.transport import Capability
+from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.uattributes_pb2 import UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -484,7 +484,7 @@ async def test_nobody_may_unless_the_operator_says_so(make_world: MakeWorld) -> 
 
 
 def made(path: Path) -> Paused:
-    transport: Any = SimpleNamespace()
+    transport = Network(random.Random(), 0, needs_sink=False)
     found = Paused(
         path,
         Endpoints([Endpoint("vehicle", ["vehicle1"], transport), Endpoint("net", ["cloud", "phone"], transport)]),
@@ -579,7 +579,7 @@ async def test_a_streamer_that_runs_without_its_socket_is_not_worked_around(make
 # -- a pump, whatever comes between
 
 
-class Network:
+class Network(UTransport):
     """Accepts or is away, as drawn; reports a paused message at the start of a batch."""
 
     connected = True
@@ -634,7 +634,7 @@ async def _pump(folder: Path, draw: random.Random, away: float, needs_sink: bool
     log, network, inside = (
         await Log.open(None, name="test"),
         Network(draw, away, needs_sink=needs_sink),
-        SimpleNamespace(),
+        Network(draw, 0, needs_sink=False),
     )
     peer = Endpoint("net", ["cloud", "phone"], network)  # type: ignore[arg-type]
     endpoints, rules, interest = Endpoints([Endpoint("vehicle", ["vehicle1"], inside), peer]), Rules(), Interest()  # type: ignore[arg-type]

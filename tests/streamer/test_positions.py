@@ -26,7 +26,7 @@ from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.pacing import Backoff
 from uprotocol.status import OK, nobody_listens
-from uprotocol.transport import Capability
+from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -44,7 +44,7 @@ ANSWERS = {
 }
 
 
-class Network:
+class Network(UTransport):
     """By chance it is away, or a single message fails; answers messages of some topics as `answers` says."""
 
     connected = True
@@ -111,7 +111,7 @@ class Interest:
 def pumps(folder: Path, log: Log, network: Any, interest: Interest, letters: Any) -> tuple[Callable[[], Pump], Paused]:
     """Returns what makes a pump from `log` to `network`, and its pauses."""
     peer = Endpoint("net", ["cloud"], network)
-    vehicle = Endpoint("vehicle", ["vehicle1"], SimpleNamespace())  # type: ignore[arg-type]
+    vehicle = Endpoint("vehicle", ["vehicle1"], Network(random.Random(0), 0, is_far=False))  # type: ignore[arg-type]
     endpoints, rules = Endpoints([vehicle, peer]), Rules()
     rules.add(Rule("vehicle", "net"))
     unsynced: Any = SimpleNamespace(replace_text=lambda path, text: path.write_text(text))
@@ -271,7 +271,7 @@ class _Run:
                 self.faults.append(f"nothing keeps record {seq} of stream {stream}: {rows}, followed {self._followed}")
 
 
-class OneAddress:
+class OneAddress(UTransport):
     """A network where all topics have one address. `answer` is called with the messages of each batch."""
 
     connected = True

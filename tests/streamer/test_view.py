@@ -7,7 +7,6 @@ import functools
 import string
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +18,11 @@ from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.ingress import IdWindow
 from streamer.walk.paused import Paused
 from streamer.walk.view import Rule, Rules, View
+from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Want
@@ -69,7 +70,7 @@ def viewed(endpoints: Endpoints, rules: Rules, interest: Interest) -> View:
 
 
 def network(*, wildcard: bool = False) -> Endpoints:
-    transport: Any = SimpleNamespace()
+    transport = LocalTransport.on(LocalNetwork(), LocalUriProvider("vehicle1", 1, 1))
     third = ["c1", "*"] if wildcard else ["c1"]
     return Endpoints(
         [Endpoint("a", ["a1", "a2"], transport), Endpoint("b", ["b1"], transport), Endpoint("c", third, transport)]
@@ -87,7 +88,7 @@ def test_an_authority_is_its_endpoints_or_the_wildcards(
     mine = {name: [authority for authority, owner in named.items() if owner == name] for name in "abc"}
     if wildcard is not None:
         mine[wildcard].append("*")
-    transport: Any = SimpleNamespace()
+    transport = LocalTransport.on(LocalNetwork(), LocalUriProvider("vehicle1", 1, 1))
     endpoints = Endpoints([Endpoint(name, those, transport) for name, those in mine.items()])
     for authority in asked * 2:  # twice: the second time from the cache
         owner = endpoints.owner(authority)

@@ -155,11 +155,7 @@ def test_the_tables_of_hooks_and_attributes_are_those_of_the_suite() -> None:
 
 
 def test_the_table_of_methods_is_that_of_the_class() -> None:
-    documented = rows("| method | async? | what it does | what it raises or answers |") - {
-        "create",
-        "dropped",
-        "mended",
-    }
+    documented = rows("| method | async? | what it does | what it raises or answers |") - {"create"}
     there = {name for name in vars(UTransport) if not name.startswith("_")} - {
         "capabilities",
         "only_listens",

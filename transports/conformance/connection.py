@@ -33,7 +33,7 @@ from transports.conformance.messages import (
     topic,
 )
 from transports.conformance.sinks import BatchSink, Changes, Gated, Sink
-from uprotocol.transport import Capability, ProbeRequest, ProbeVerdict, UTransport
+from uprotocol.transport import Capability, ProbeRequest, ProbeVerdict, TtlCounts, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -78,7 +78,9 @@ class ConnectionConformance(TransportHarness):
     async def test_a_transport_has_a_repr_and_counts_what_it_drops(self, pair: Pair) -> None:
         for end in pair:
             assert ALPHA in repr(end) or BETA in repr(end)
-            assert sum(end.dropped.values()) == 0  # type: ignore[attr-defined]
+            assert sum(end.dropped.values()) == sum(end.mended.values()) == 0
+            assert end.unprobed == end.left_unacknowledged == 0
+            assert end.take_ttl_counts() == TtlCounts()
             assert end.troubles == []
 
     @spec("dsn~utransport-registerlistener-start-invoking-listeners~1")
@@ -362,7 +364,7 @@ class ErrorConformance(TransportHarness):
         await self.usable(pair[0], heard)
         assert {payload for payload in heard.payloads if payload != PROBE} == set()
         assert changes.seen == []
-        assert [sum(one.dropped.values()) for one in pair] == [0, 0]  # type: ignore[attr-defined]
+        assert [sum(one.dropped.values()) for one in pair] == [0, 0]
 
     async def test_a_network_that_refuses_us(self, ends: Ends) -> None:
         end = ends.keep(await self.make_refused(ALPHA))

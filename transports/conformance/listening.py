@@ -35,7 +35,7 @@ from transports.conformance.messages import (
 from transports.conformance.sending import INVALID, expired
 from transports.conformance.sinks import BatchSink, Sink
 from uprotocol import uri as uris
-from uprotocol.transport import Capability, UTransport
+from uprotocol.transport import Capability, TtlCounts, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -434,6 +434,10 @@ class ListeningConformance(TransportHarness):
         await heard.expect_payload(b"after")
         assert await self.settle(pair[0], heard) == [b"before", b"after"]
         await self.eventually(lambda: _dropped(pair[1]) > dropped, "the expired message to be counted")
+        counts = pair[1].take_ttl_counts()
+        assert counts.arrived >= counts.expired == len(counts.ages_ms)
+        assert bool(counts.arrived) == bool(counts.expired), "a transport counts all messages with a ttl, or none"
+        assert pair[1].take_ttl_counts() == TtlCounts(), "taking the counts must set them to 0"
 
     @pytest.mark.parametrize("what", DISCARDED)
     @spec("dsn~utransport-registerlistener-discard-invalid-messages~1")
@@ -466,6 +470,7 @@ class ListeningConformance(TransportHarness):
         assert [message.attributes.id for message in heard.messages] == [injected.attributes.id]
         assert not heard.messages[0].attributes.traceparent
         assert _dropped(pair[1]) == before
+        assert pair[1].mended in ({}, {"traceparent": 1}), "if `mended` counts, it counts this message once"
 
     @spec("dsn~utransport-registerlistener-discard-invalid-messages~1")
     async def test_what_is_no_message_at_all_is_discarded_and_the_rest_goes_on(self, pair: Pair) -> None:
@@ -489,4 +494,4 @@ class ListeningConformance(TransportHarness):
 
 
 def _dropped(end: UTransport) -> int:
-    return sum(end.dropped.values())  # type: ignore[attr-defined]
+    return sum(end.dropped.values())
