@@ -680,7 +680,8 @@ def test_the_configuration_of_cyclone() -> None:
     assert '<Peers><Peer address="10.0.0.1"/><Peer address="127.0.0.1:7410"/></Peers>' in xml
     assert "<Tag>&lt;t&gt;</Tag>" in xml
     assert "<LeaseDuration>1500 ms</LeaseDuration>" in xml
-    assert config.identity() != DdsConfig(interface="lo", multicast=False, peers=["10.0.0.1", "localhost"]).identity()
+    other = DdsConfig(interface="lo", multicast=False, peers=["10.0.0.1", "localhost"])
+    assert config.configuration_key() != other.configuration_key()
 
 
 def test_a_foreign_configuration_overrides_our_interval_of_heartbeats(tag: str, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 DdsConfig (checked when it is read) -> configuration(): may block, so off the event loop -> Cyclone's XML
                                        resolves names, looks for the interface                  |
-                                       trial() tests foreign configurations                     v
+                                       trial() tests one that the user wrote                    v
                                                                                            a child process that may die
 
 Cyclone ends the process (SIGABRT, SIGSEGV) at addresses that it can't use, and writes the reason of a refusal only to
@@ -54,8 +54,8 @@ _HEARTBEAT: Final = (
     f'<Internal><HeartbeatInterval min="{HEARTBEAT_US} us" minsched="{HEARTBEAT_US} us" max="8 s">{HEARTBEAT_US} us'
     "</HeartbeatInterval></Internal>"
 )
-# what counts unless a foreign configuration says something else: Cyclone reads several, and the last one wins
-_BEFORE_FOREIGN: Final = f"<CycloneDDS><Domain>{_HEARTBEAT}</Domain></CycloneDDS>,"
+# what counts unless the user's own configuration says something else: Cyclone reads several, and the last one wins
+_BEFORE_USERS_OWN: Final = f"<CycloneDDS><Domain>{_HEARTBEAT}</Domain></CycloneDDS>,"
 _PEER: Final = re.compile(
     r"(?P<host>[A-Za-z0-9]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?\.?)(:(?P<port>[0-9]{1,5}))?", re.ASCII
 )
@@ -133,12 +133,10 @@ class DdsConfig(TransportSettings):
 
     @model_validator(mode="after")
     def _one_configuration(self) -> Self:
-        given = [name for name in ("cyclone_xml", "cyclone_file") if getattr(self, name) is not None]
-        options = self._options()
-        if len(given) > 1 or (given and options):
-            raise ValueError(
-                f"{given[0]} is a whole configuration and can't be combined with {', '.join((given + options)[1:])}"
-            )
+        whole = [name for name in ("cyclone_xml", "cyclone_file") if getattr(self, name) is not None]
+        others = [*whole[1:], *self._options()]
+        if whole and others:
+            raise ValueError(f"{whole[0]} is a whole configuration and can't be combined with {', '.join(others)}")
         if self.multicast is False and not self.peers:
             raise ValueError("without multicast discovery needs peers: name at least one host, such as 127.0.0.1")
         return self
@@ -149,18 +147,22 @@ class DdsConfig(TransportSettings):
         return self.cyclone_xml is None and self.cyclone_file is None and not self._options()
 
     @property
-    def is_foreign(self) -> bool:
-        """True if Cyclone's configuration does not come from our options, so that it must be tried first."""
-        is_whole = self.cyclone_xml is not None or self.cyclone_file is not None
-        return is_whole or (self.is_default and bool(os.environ.get("CYCLONEDDS_URI")))
+    def _environment(self) -> str:
+        """Cyclone's configuration in CYCLONEDDS_URI, which counts where no option is set; else ""."""
+        return os.environ.get("CYCLONEDDS_URI", "") if self.is_default else ""
 
-    def identity(self) -> str:
-        """Equal for equal configurations, before names are resolved."""
+    @property
+    def is_users_own(self) -> bool:
+        """True if the user wrote Cyclone's configuration, so that it must be tried; else it is made of the options."""
+        return self.cyclone_xml is not None or self.cyclone_file is not None or bool(self._environment)
+
+    def configuration_key(self) -> str:
+        """Equal for equal configurations, whose users share a domain. Names of peers are not resolved."""
         if self.cyclone_xml is not None:
             return self.cyclone_xml
         if self.cyclone_file is not None:
             return str(self.cyclone_file.absolute())
-        return os.environ["CYCLONEDDS_URI"] if self.is_foreign else self.xml(list(self.peers))
+        return self._environment or self.xml(list(self.peers))
 
     def configuration(self) -> str:
         """What Cyclone gets: XML, or several documents and files separated by commas. May block, to read a file and to
@@ -170,11 +172,11 @@ class DdsConfig(TransportSettings):
         later.
         """
         if self.cyclone_xml is not None:
-            return _BEFORE_FOREIGN + self.cyclone_xml
+            return _BEFORE_USERS_OWN + self.cyclone_xml
         if self.cyclone_file is not None:
-            return _BEFORE_FOREIGN + _read(self.cyclone_file)
-        if self.is_foreign:
-            return _BEFORE_FOREIGN + os.environ["CYCLONEDDS_URI"]
+            return _BEFORE_USERS_OWN + _read(self.cyclone_file)
+        if self._environment:
+            return _BEFORE_USERS_OWN + self._environment
         if self.interface is not None:
             names = sorted(name for _, name in socket.if_nameindex())
             if self.interface not in names:
@@ -185,8 +187,8 @@ class DdsConfig(TransportSettings):
 
     def _options(self) -> list[str]:
         """The options that are set and become Cyclone's configuration."""
-        given = [name for name in ("interface", "multicast", "tag", "lease_ms") if getattr(self, name) is not None]
-        return given + ["peers"] * bool(self.peers)
+        names = [name for name in ("interface", "multicast", "tag", "lease_ms") if getattr(self, name) is not None]
+        return [*names, "peers"] if self.peers else names
 
     def xml(self, addresses: list[str]) -> str:
         """The options as Cyclone's XML, with these addresses for the peers."""
@@ -215,13 +217,13 @@ class DdsConfig(TransportSettings):
 
 def _host_and_port(peer: str) -> tuple[str, str | None]:
     """Raises ValueError, with a text for the author of the configuration."""
-    found = _PEER.fullmatch(peer)
-    if found is None:
+    match = _PEER.fullmatch(peer)
+    if match is None:
         raise ValueError(
             f"a peer is a host name or an IPv4 address, optionally with a port (HOST:PORT), got {peer!r}; IPv6 is not "
             "supported"
         )
-    host, port = found["host"], found["port"]
+    host, port = match["host"], match["port"]
     if port is not None and not 0 < int(port) < 65_536:
         raise ValueError(f"the port of the peer {peer!r} is not between 1 and 65535")
     if re.fullmatch(r"[0-9.]+", host) or host.lower().startswith("0x"):
@@ -242,11 +244,11 @@ def _addresses(peer: str) -> list[str]:
     """The current addresses of `peer`, in Cyclone's form. Raises UStatusError(UNAVAILABLE) if it has none."""
     host, port = _host_and_port(peer)
     try:
-        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_DGRAM)
+        entries = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_DGRAM)
     except (OSError, UnicodeError) as error:
         raise UStatusError(UCode.UNAVAILABLE, f"the DDS peer {peer!r} has no IPv4 address now: {error}") from error
     addresses = list(
-        dict.fromkeys(str(entry[4][0]) for entry in found if _is_usable(ipaddress.IPv4Address(entry[4][0])))
+        dict.fromkeys(str(entry[4][0]) for entry in entries if _is_usable(ipaddress.IPv4Address(entry[4][0])))
     )
     if not addresses:
         raise UStatusError(UCode.UNAVAILABLE, f"the DDS peer {peer!r} has no address of a host")

@@ -256,7 +256,7 @@ class Triggers(WaitSet):
 class _SharedDomain:
     """A domain of this process."""
 
-    identity: str  # of its configuration
+    configuration_key: str
     domain: Domain
     addresses: frozenset[str]  # of this host when it was joined
     users: int = 1
@@ -275,8 +275,8 @@ class Participant:
         self.names: dict[bytes, str] = {}  # key -> process and host of the other participants; kept by the roll call
         self._shares_domain = False
         self._interface = config.interface
-        # a foreign configuration names its interfaces itself
-        self._addresses = frozenset[str]() if config.is_foreign else addresses_of(config.interface)
+        # the user's own configuration names its interfaces itself
+        self._addresses = frozenset[str]() if config.is_users_own else addresses_of(config.interface)
         self._enter(config)
         try:
             with binding:
@@ -313,14 +313,14 @@ class Participant:
 
     def _enter(self, config: DdsConfig) -> None:
         """Make the domain if this process does not have it yet."""
-        identity = config.identity()
-        if self._joined(config.domain_id, identity):
+        key = config.configuration_key()
+        if self._joined(config.domain_id, key):
             return
         configuration = config.configuration()
-        if config.is_foreign:
+        if config.is_users_own:
             _try(config, configuration)
         with self._lock:
-            if not self._joined(config.domain_id, identity):
+            if not self._joined(config.domain_id, key):
                 try:
                     domain = Domain(config.domain_id, configuration)
                 except DDSException as error:
@@ -328,10 +328,10 @@ class Participant:
                         log.info("the DDS domain is used as this process has configured it", domain=self.domain_id)
                         return
                     raise _refused(config, error) from error
-                self._domains[config.domain_id] = _SharedDomain(identity, domain, self._addresses)
+                self._domains[config.domain_id] = _SharedDomain(key, domain, self._addresses)
                 self._shares_domain = True
 
-    def _joined(self, domain_id: int, identity: str) -> bool:
+    def _joined(self, domain_id: int, configuration_key: str) -> bool:
         """True if the domain exists: then this participant uses it, too."""
         with self._lock:
             if domain_id not in self._domains:
@@ -343,7 +343,7 @@ class Participant:
                     f"DDS domain {domain_id} was joined at an address that this host no longer has, and others in this "
                     "process still use it: try again when they have left it",
                 )
-            if shared.identity != identity:
+            if shared.configuration_key != configuration_key:
                 raise UStatusError(
                     UCode.FAILED_PRECONDITION,
                     f"DDS domain {domain_id} is in use in this process with another configuration: give both the "
@@ -371,7 +371,7 @@ class Participant:
 
 
 def _try(config: DdsConfig, configuration: str) -> None:
-    """A foreign configuration may end the process, so another process tries it first."""
+    """The user's own configuration may end the process, so another process tries it first."""
     refusal = trial(config.domain_id, configuration)
     if refusal:
         raise UStatusError(
