@@ -5,8 +5,9 @@ structlog, logging of libraries, uncaught exceptions -> Repeats -> level, time, 
                                                            '-- else held back: counted, and written with the last of
                                                                them when the minute is over, or at exit
 
-A kind: the event's text and the fields that name its subject. A condition and its end (CONDITIONS) are one kind with
-different reasons, so no end is held back. `repeated=N`: it occurred N times since the line before.
+A kind: the event's text and the fields that name its subject. A condition and its end have different texts and are
+logged with the same `_kind="..."`: then they are one kind with different reasons, so no end is held back. `_kind` is
+not written. `repeated=N`: it occurred N times since the line before.
 
 LogOutput: write(line) -> queue (bounded) -> thread -> os.write   a reader that does not read, a full disk or a closed
                              | full                       | fails pipe delay or lose lines of the log, and nothing else
@@ -68,25 +69,9 @@ WHOM: Final = (
 REASON: Final = ("reason", "error", "why", "what", "detail", "kind", "code", "state", "now")
 """Fields with a reason or a state. If one of them differs from that of the last line of its kind, the line is written.
 Numbers in them are not compared."""
+SHAPE_CHARACTERS: Final = 200
 REASON_CHARACTERS_MAX: Final = 500  # so many of each field are compared
 CHANGES_MAX: Final = 30  # such lines of one kind per minute: a remote sender may invent reasons, or reconnect
-CONDITIONS: Final = (
-    ("connected", "connection lost", "the connection to the broker is lost", "no connection to the broker yet"),
-    ("the log can't be written; messages are refused until it can", "the log takes messages again"),
-    ("the log can't be read for a peer; trying again", "the log can be read for a peer again"),
-    ("dead letters are not stored", "dead letters are stored again"),
-    (
-        "publishes are pushed again",
-        "publishes are still pushed",
-        "publishes are not pushed any more, but followed",
-    ),
-    (
-        "a DDS receiver does not take what is sent to it; other topics go on",
-        "a DDS receiver takes what is sent to it again, or has ended",
-    ),
-)
-"""Texts of a condition and of its end."""
-_CONDITION_OF: Final = {text: texts for texts in CONDITIONS for text in texts}
 PRIORITIES: Final = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}  # of syslog
 VALUE_CHARACTERS_MAX: Final = 2_000
 TRACE_CHARACTERS_MAX: Final = 8_000
@@ -261,6 +246,11 @@ class _Kind:
         return self.method, self.last
 
 
+def _shape(text: str) -> str:
+    """Returns what lines of a kind have in common that differ in addresses and ports."""
+    return _NUMBERS.sub("#", text.partition("\n")[0])[:SHAPE_CHARACTERS]
+
+
 def _reason(event: Event) -> Iterator[str]:
     for name in REASON:
         if name in event:
@@ -284,13 +274,14 @@ class Repeats:
         self._closed = False
 
     def __call__(self, _: Any, method: str, event: Event) -> Event:
-        text = event.pop("_kind", event.get("event"))
+        text = str(event.get("event"))
+        name = event.pop("_kind", text)
         if method == "debug" or self._closed:
             return event
-        reason, before = (text, *_reason(event)), None
+        reason, before = (_shape(text), *_reason(event)), None
         with self._lock:
             now, whom = self._monotonic(), tuple(str(event[field]) for field in WHOM if field in event)
-            key, kind = self._find(_CONDITION_OF.get(text, text), whom, now)
+            key, kind = self._find(name, whom, now)
             if kind is None or now >= kind.until:
                 if kind is not None and kind.held and kind.held_reason == reason:
                     event["repeated"] = kind.held + 1
@@ -374,8 +365,7 @@ class _Foreign(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        # lines that differ only in addresses and ports are of one kind
-        kind = f"{record.name}: {_NUMBERS.sub('#', text.partition(chr(10))[0])[:200]}"
+        kind = f"{record.name}: {_shape(text)}"
         level = "error" if record.levelno >= logging.ERROR else "warning"
         getattr(log, level)(text, logger=record.name, exc_info=record.exc_info, _kind=kind)
 

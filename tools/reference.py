@@ -176,7 +176,7 @@ def events_of(tree: ast.AST, module: str) -> Iterator[Event]:
             found = list(texts(said, function, functions))
             if not found:
                 raise Unknown(f"{module}, line {call.lineno}: the text of the event is no constant")
-            keys = tuple(one.arg or "..." for one in call.keywords if one.arg != "exc_info")
+            keys = tuple(one.arg or "..." for one in call.keywords if one.arg not in ("exc_info", "_kind"))
             yield from (Event(text, level, keys, module) for text in found)
 
 

@@ -389,7 +389,7 @@ class Log:
         # 4. It has succeeded, and may have stored records.
         if not self.healthy:
             self.healthy, self.trouble = True, ""
-            log.info("the log takes messages again", log=self.name)
+            log.info("the log takes messages again", log=self.name, _kind="writing")
         if not written.chunks:
             return
         seq = written.chunks[0].first_seq
@@ -402,10 +402,10 @@ class Log:
             notify()
 
     def _failed(self, batch: list[Append], error: UStatusError) -> None:
-        self.trouble = error.message
-        if self.healthy:
-            self.healthy = False
-            log.error("the log can't be written; messages are refused until it can", log=self.name, error=str(error))
+        was_healthy, self.healthy, self.trouble = self.healthy, False, error.message
+        if was_healthy:
+            what = "the log can't be written; messages are refused until it can"
+            log.error(what, log=self.name, error=str(error), _kind="writing")
         self.dropped["refused"] += sum(len(append.messages) for append in batch)
         if self._epoch_marker is not None:
             self._epoch_marker.failed(self, batch)

@@ -281,12 +281,13 @@ class Pump:
         if failure:
             if self.trouble != failure:
                 self.trouble = failure
-                log.error("the log can't be read for a peer; trying again", peer=self.peer.name, error=failure)
+                what = "the log can't be read for a peer; trying again"
+                log.error(what, peer=self.peer.name, error=failure, _kind="reading")
             await self._backoff.wait()
             return AT_ONCE
         if self.trouble:
             self.trouble = ""
-            log.info("the log can be read for a peer again", peer=self.peer.name)
+            log.info("the log can be read for a peer again", peer=self.peer.name, _kind="reading")
             self._backoff.reset()
         if sender.is_held:  # topics that were paused meanwhile must not leave
             return AT_ONCE

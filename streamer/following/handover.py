@@ -210,7 +210,7 @@ class HandOvers(Reporter):
             positions = await self._take(name, read, takes_held=takes_held)
         except UStatusError as error:
             if self.refusals.get(name) != error.message:
-                log.warning("publishes are still pushed", endpoint=name, why=error.message)
+                log.warning("publishes are still pushed", endpoint=name, why=error.message, _kind="pushing")
             self.refusals[name] = error.message
             raise
         self.refusals.pop(name, None)
@@ -237,7 +237,7 @@ class HandOvers(Reporter):
                 pump.log.cursors.set(row, 0)
         if name not in self._taken:
             self._taken.add(name)
-            log.info("publishes are not pushed any more, but followed", endpoint=name)
+            log.info("publishes are not pushed any more, but followed", endpoint=name, _kind="pushing")
         return [self._position(name, pump) for pump in self._pumps[name]]
 
     def _position(self, name: str, pump: Pump) -> Position:
@@ -306,7 +306,7 @@ class HandOvers(Reporter):
             ended.append(Position(incarnation=pump.log.incarnation, seq=seq))
         if name in self._taken:
             self._taken.discard(name)
-            log.info("publishes are pushed again", endpoint=name)
+            log.info("publishes are pushed again", endpoint=name, _kind="pushing")
         return ended
 
     def acknowledged(self, caller: UUri, positions: Mapping[bytes, int]) -> None:

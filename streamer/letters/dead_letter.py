@@ -619,9 +619,9 @@ class DeadLetters(Reporter):
 
     def _note(self, trouble: str | None) -> None:
         if trouble != self.trouble and trouble is not None:
-            log.error("dead letters are not stored", why=trouble)
+            log.error("dead letters are not stored", why=trouble, _kind="dead letters")
         elif trouble is None and self.trouble is not None:
-            log.info("dead letters are stored again")
+            log.info("dead letters are stored again", _kind="dead letters")
         self.trouble = trouble
 
     async def close(self) -> None:

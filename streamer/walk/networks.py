@@ -217,7 +217,7 @@ class Networks(Reporter):
             self._back.set()
 
     def _connection(self, network: EndpointNetwork, connected: bool) -> None:
-        log.info("connected" if connected else "connection lost", endpoint=network.endpoint.name)
+        log.info("connected" if connected else "connection lost", endpoint=network.endpoint.name, _kind="connection")
         if not connected:
             network.away_since = asyncio.get_running_loop().time()
             if not network.endpoint.transport.only_listens:  # a partner that connects to us gets all filters at once

@@ -3,6 +3,7 @@ and none lost."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import json
@@ -234,7 +235,8 @@ def test_kinds_of_a_strangers_making_are_bounded_and_counted(desk: Desk) -> None
     assert desk.lines[-1]["event"] == "after the end", "nothing is held that nobody would tell"
 
 
-EVENTS = st.sampled_from(["a", "connected", "connection lost"])
+KINDS = {"a": "a", "connected": "connection", "connection lost": "connection"}  # by text
+EVENTS = st.sampled_from(sorted(KINDS))
 NAMES = st.sampled_from(["x", "y", None])
 
 
@@ -248,7 +250,7 @@ def test_nothing_is_lost(happened: list[tuple[str, str | None, str | None, int]]
             if passes % 2:
                 desk.repeats.flush()
             fields = {"endpoint": endpoint, "why": why}
-            desk.log(event, **{name: value for name, value in fields.items() if value is not None})
+            desk.log(event, _kind=KINDS[event], **{name: one for name, one in fields.items() if one is not None})
         desk.repeats.close()
         assert desk.reported == len(happened)
 
@@ -274,12 +276,12 @@ def test_another_reason_is_never_held_back(desk: Desk) -> None:
 
 def test_the_end_of_a_condition_is_never_held_back_and_neither_is_its_return(desk: Desk) -> None:
     for _ in range(3):
-        desk.log("connection lost", endpoint="cloud")
-        desk.log("connected", endpoint="cloud")
+        desk.log("connection lost", endpoint="cloud", _kind="connection")
+        desk.log("connected", endpoint="cloud", _kind="connection")
         desk.clock.now += 1
     assert [line["event"] for line in desk.lines] == ["connection lost", "connected"] * 3
     assert not any("repeated" in line for line in desk.lines)
-    desk.log("connected", endpoint="cloud")
+    desk.log("connected", endpoint="cloud", _kind="connection")
     assert len(desk.lines) == 6, "that was known"
 
 
@@ -295,11 +297,27 @@ def test_reasons_that_a_stranger_chooses_are_bounded_and_the_last_one_is_reporte
     assert desk.reported == 1_000, "it was reported just now"
 
 
-@pytest.mark.parametrize("text", [text for texts in logs.CONDITIONS for text in texts])
-def test_the_text_of_a_condition_is_logged_somewhere(text: str) -> None:
-    folders = ("streamer", "history", "transports")
+def test_each_condition_that_is_logged_has_an_end() -> None:
+    """The calls of a package with one `_kind`: one with a level of trouble, and one that says that it is over."""
+    levels: dict[tuple[str, str], set[str]] = {}
     root = Path(logs.__file__).parent.parent
-    assert any(f'"{text}"' in file.read_text() for folder in folders for file in (root / folder).rglob("*.py"))
+    for folder in ("streamer", "history", "transports/mqtt5", "transports/dds"):
+        for file in (root / folder).rglob("*.py"):
+            for call in ast.walk(ast.parse(file.read_text())):
+                for keyword in call.keywords if isinstance(call, ast.Call) else ():
+                    if keyword.arg == "_kind":
+                        levels.setdefault((folder, ast.literal_eval(keyword.value)), set()).add(call.func.attr)
+    assert set(levels) == {
+        ("streamer", "connection"),
+        ("streamer", "reading"),
+        ("streamer", "dead letters"),
+        ("streamer", "pushing"),
+        ("history", "writing"),
+        ("transports/mqtt5", "broker"),
+        ("transports/dds", "DDS receiver"),
+    }
+    del levels["streamer", "connection"]  # one call, of level info, with either text
+    assert all("info" in used and used & {"warning", "error"} for used in levels.values()), levels
 
 
 def test_what_is_held_is_written_though_no_other_line_comes() -> None:

@@ -323,13 +323,15 @@ class _HeldWriters:
                     "a DDS receiver does not take what is sent to it; other topics go on",
                     culprit=names,
                     partition=partitions[0],
+                    _kind="DDS receiver",
                 )
             troubles.append(
                 f"{names} does not take what is sent to it: {len(partitions)} topic(s) held back, such as "
                 f"{partitions[0]}"
             )
         for culprits in self.culprits.keys() - logged.keys():
-            log.info("a DDS receiver takes what is sent to it again, or has ended", culprit=self.culprits[culprits])
+            what = "a DDS receiver takes what is sent to it again, or has ended"
+            log.info(what, culprit=self.culprits[culprits], _kind="DDS receiver")
         self.culprits = logged
         self.troubles = tuple(troubles[:TROUBLES_MAX])
 

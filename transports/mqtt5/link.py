@@ -213,12 +213,14 @@ class Link:
                 if not opened.done():
                     opened.set_exception(error)
                     return
-                log.warning("no connection to the broker yet", broker=self.address, attempt=attempt, error=str(error))
+                waiting = "no connection to the broker yet"
+                log.warning(waiting, broker=self.address, attempt=attempt, error=str(error), _kind="broker")
             else:
                 if not opened.done():
                     opened.set_result(None)
                 failure = await connection.lost
-                log.warning("the connection to the broker is lost", broker=self.address, reason=str(failure))
+                lost = "the connection to the broker is lost"
+                log.warning(lost, broker=self.address, reason=str(failure), _kind="broker")
                 # a packet that is too large comes again with the session, so the waits must grow
                 if self._count_loss(failure) and not isinstance(failure, PacketTooLarge):
                     attempt = 0

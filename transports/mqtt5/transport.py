@@ -180,6 +180,7 @@ class Mqtt5Transport(TransportBase):
             session_present=welcome.session_present,
             subscribed_again=asked,
             announced=welcome.properties,
+            _kind="broker",
         )
         self._session.up()
         self.set_connected(True)
