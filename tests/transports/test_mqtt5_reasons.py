@@ -145,6 +145,15 @@ def test_each_code_has_a_name_and_a_ucode() -> None:
 # Properties.
 
 
+def test_the_table_of_properties_is_that_of_the_specification() -> None:
+    """Section 2.2.2.2, as far as it is about CONNACK, SUBACK, UNSUBACK and DISCONNECT. paho-mqtt has it for us."""
+    numbers = {17: 4, 19: 2, 33: 2, 34: 2, 36: 1, 37: 1, 39: 4, 40: 1, 41: 1, 42: 1}  # id -> bytes
+    assert {id: kind for id, (_, kind) in packets._PROPERTIES.items() if kind > 0} == numbers
+    assert {id for id, (_, kind) in packets._PROPERTIES.items() if kind < 0} == {18, 21, 22, 26, 28, 31, 38}
+    assert packets._PROPERTIES[36][0] == "MaximumQoS"
+    assert packets._PROPERTIES[40][0] == "WildcardSubscriptionAvailable"
+
+
 def test_what_stands_in_front_of_a_property_that_is_not_known_counts() -> None:
     known = b"\x21\x00\x09\x26\x00\x01k\x00\x01v\x27\x00\x00\x10\x00\x29\x00"
     body = known + b"\x7b\x01\x02"

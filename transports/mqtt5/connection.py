@@ -319,7 +319,7 @@ class Connection(asyncio.BufferedProtocol):
         except ValueError as error:
             self.drop(ConnectionAbortedError(f"it sent data that is not MQTT 5: {error}"))
         if self._reader.announced and self._transport is not None:
-            self.write(packets.TOO_LARGE)
+            self.write(packets.DISCONNECT_TOO_LARGE)
             self.drop(PacketTooLarge(self._reader.announced, self.packet_bytes_max))
 
     def _take_rare(self, kind: int, first: int, body: bytes) -> None:

@@ -1,7 +1,7 @@
 """The rare packets as bytes: CONNECT, SUBSCRIBE, UNSUBSCRIBE, DISCONNECT, and the answers of a broker. Pure.
 
-paho-mqtt's public classes write the properties. The broker's packets are read here, since paho raises for a reason code
-or a property that it does not list for that packet. wire.py has PUBLISH and PUBACK.
+paho-mqtt's public classes write the properties, and have the table of all. The broker's packets are read here, since
+paho raises for a reason code or a property that it does not list for that packet. wire.py has PUBLISH and PUBACK.
 """
 
 from __future__ import annotations
@@ -27,32 +27,22 @@ PINGRESP: Final = 0xD0
 DISCONNECT: Final = 0xE0
 PINGREQ: Final = b"\xc0\x00"
 # DISCONNECT, reason 0x95: a packet is larger than our Maximum Packet Size (section 3.14.2.1)
-TOO_LARGE: Final = b"\xe0\x01\x95"
+DISCONNECT_TOO_LARGE: Final = b"\xe0\x01\x95"
 ANSWER_BYTES_MAX: Final = 1 << 16  # of a packet without a message: paho copies it for each of its properties
 
 _VERSION_5: Final = b"\x00\x04MQTT\x05"
 _CLEAN_START, _PASSWORD, _USERNAME = 0x02, 0x40, 0x80  # flags of CONNECT
 
-_BYTE, _U16, _U32, _DATA, _PAIR = 1, 2, 4, -1, -2  # positive: a number of so many bytes
-# of CONNACK, SUBACK, UNSUBACK, DISCONNECT and AUTH (section 2.2.2.2)
-_PROPERTIES: Final = {
-    17: ("SessionExpiryInterval", _U32),
-    18: ("AssignedClientIdentifier", _DATA),
-    19: ("ServerKeepAlive", _U16),
-    21: ("AuthenticationMethod", _DATA),
-    22: ("AuthenticationData", _DATA),
-    26: ("ResponseInformation", _DATA),
-    28: ("ServerReference", _DATA),
-    31: ("ReasonString", _DATA),
-    33: ("ReceiveMaximum", _U16),
-    34: ("TopicAliasMaximum", _U16),
-    36: ("MaximumQoS", _BYTE),
-    37: ("RetainAvailable", _BYTE),
-    38: ("UserProperty", _PAIR),
-    39: ("MaximumPacketSize", _U32),
-    40: ("WildcardSubscriptionAvailable", _BYTE),
-    41: ("SubscriptionIdentifierAvailable", _BYTE),
-    42: ("SharedSubscriptionAvailable", _BYTE),
+_DATA, _PAIR = -1, -2  # kinds of values: text or octets; two texts. A positive kind is a number of so many bytes
+_KINDS: Final = {"Byte": 1, "Two Byte Integer": 2, "Four Byte Integer": 4, "UTF-8 String Pair": _PAIR}
+_LISTED: Final = Properties(PacketTypes.CONNACK)  # type: ignore[no-untyped-call]  # has the table of section 2.2.2.2
+_ANSWERS: Final = {PacketTypes.CONNACK, PacketTypes.SUBACK, PacketTypes.UNSUBACK, PacketTypes.DISCONNECT}
+# of the properties that an answer may have: id -> name and kind
+_PROPERTIES: Final[dict[int, tuple[str, int]]] = {
+    number: (name.replace(" ", ""), _KINDS.get(_LISTED.types[kind], _DATA))
+    for name, number in _LISTED.names.items()
+    for kind, packet_types in [_LISTED.properties[number]]
+    if _ANSWERS.intersection(packet_types)
 }
 _NEVER_0: Final = frozenset({"ReceiveMaximum", "MaximumPacketSize"})  # with 0, nothing could be sent to the broker
 
@@ -189,7 +179,7 @@ def _unpacked(data: bytes, start: int) -> tuple[dict[str, Any], int]:
         raise IndexError("it ends before its properties do")
     found: dict[str, Any] = {}
     while at < end:
-        name, kind = _PROPERTIES.get(data[at], ("", _BYTE))
+        name, kind = _PROPERTIES.get(data[at], ("", 1))
         value, after = _value(data, at + 1, kind)
         if not name or after > end:
             log.warning("the broker sends a property that can't be read", property=data[at], after=list(found))
