@@ -146,7 +146,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("architecture", "every # ms while we use less", 0.001, ["streamer.walk.flow:LOOK_S"]),
     ("architecture", "less than # of a processor", 1, ["streamer.walk.flow:BUSY"]),
     ("architecture", "can't send again, for up to # s", 1, ["streamer.walk.flow:HOLD_S"]),
-    ("architecture", "waits, # s at most, until each linked node", 1, ["transports.zenoh.transport:CLOSE_S_MAX"]),
+    ("architecture", "waits, # s at most, until each linked node", 1, ["transports.zenoh.transport:FLUSH_S_MAX"]),
     ("architecture", "takes up to # messages", 1, ["transports.zenoh.receiver:HELD_MESSAGES_MAX"]),
     ("architecture", "and # MiB of large ones", MIB, ["transports.arrivals:BYTES_MAX"]),
     ("benchmarks", "After the last one the subscriber listens on for # s", 1, ["campaigns.bench.networks:QUIET_S"]),
@@ -281,7 +281,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("configuration", "that came within a minute, # at least", 1, ["streamer.operating.states:MESSAGES_MIN"]),
     ("configuration", "Beyond # such lines of a kind", 1, ["storage.logs:CHANGES_MAX"]),
     ("mqtt5", "beyond # waiting", 1, ["transports.mqtt5.receiving:UNACKNOWLEDGED_MESSAGES_MAX"]),
-    ("mqtt5", "with 8,192 or # MiB of them", 1, ["transports.mqtt5.receiving:BYTES_MAX/1048576"]),
+    ("mqtt5", "with 8,192 or # MiB of them", 1, ["transports.mqtt5.receiving:INBOX_BYTES_MAX/1048576"]),
     ("mqtt5", "After # s it is read nevertheless", 1, ["transports.mqtt5.receiving:PRESSED_S_MAX"]),
     ("mqtt5", "and # bytes for what a broker adds", 1, ["transports.mqtt5.link:BROKER_ADDS_BYTES"]),
     ("mqtt5", "with every answer up to #:", 1, ["transports.mqtt5.window:NEAR_MESSAGES"]),
@@ -296,7 +296,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ]),
     ("zenoh", "of requests and responses #", 1, ["transports.arrivals:MESSAGES_MAX"]),
     ("zenoh", "see below: # s at most, and # s more for Zenoh itself", 1, [
-        "transports.zenoh.transport:CLOSE_S_MAX", "transports.zenoh.transport:LEAVE_S_MAX",
+        "transports.zenoh.transport:FLUSH_S_MAX", "transports.zenoh.transport:LEAVE_S_MAX",
     ]),
     ("zenoh", "is given # s after the last message", 1, ["transports.zenoh.sender:LINGER_S"]),
     ("zenoh", "publishers declared at once | #, each after # messages", 1, [

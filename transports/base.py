@@ -40,6 +40,10 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 
 # cached (type, source, sink) for messages that differ in more than id and payload; the others have a cached stamp
 ROUTES_CACHED_MAX: Final = 8_192
+# how long messages of a resumed session wait until the listener that wants them is registered, unless the owner says
+# that all are
+UNCLAIMED_MS_MAX: Final = 30_000
+REOPEN_MS: Final = (200, 10_000)  # the first and the longest pause between two attempts to open a network again
 
 NOT_OPEN: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
 NOT_TRIED: Final = (

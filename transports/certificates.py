@@ -2,7 +2,7 @@
 
 files -> KeptFiles: changed? -> a new SSLContext; if a pair can't be loaded (half-written, say) the last one is kept
 CertificateFile, one for each setting -> mistake: for `up-streamer check`
-                                      -> Expiries: read every LOOK_S -> metric, notes, a log line for each change
+                                      -> Expiries: read every FILES_LOOK_S -> metric, notes, a log line for each change
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
-LOOK_S: Final = 2.0  # between two checks whether a file has changed, which costs a stat of each
+FILES_LOOK_S: Final = 2.0  # between two checks whether a file has changed, which costs a stat of each
 DAY_S: Final = 86_400
 SOON_S: Final = 14 * DAY_S  # so long before its expiry a certificate is reported
 EDGE: Final = "[http]"  # in place of an endpoint's name, which can't be that
@@ -232,9 +232,9 @@ class Expiries:
         return ((one.owner, one.file.setting, one.expires_s) for one in self._known if one.expires_s is not None)
 
     async def run(self) -> None:
-        """Check the files every LOOK_S, until cancelled."""
+        """Check the files every FILES_LOOK_S, until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(FILES_LOOK_S)
             await self.look()
 
     async def look(self) -> None:

@@ -22,7 +22,7 @@ import structlog
 from pydantic import Field
 
 from transports.arrivals import Arrivals
-from transports.base import NOT_OPEN, OK, TransportBase, TransportSettings, stopped, tell, too_large
+from transports.base import NOT_OPEN, OK, UNCLAIMED_MS_MAX, TransportBase, TransportSettings, stopped, tell, too_large
 from transports.listeners import Filter
 from transports.plugin import TransportPlugin
 from uprotocol import attributes as attrs
@@ -50,9 +50,7 @@ SESSION_MESSAGES_MAX: Final = 100_000
 SESSION_BYTES_MAX: Final = 64 << 20  # the same in bytes
 PULL_MESSAGES_MAX: Final = 1_024  # the newest messages that no listener wanted, kept for `receive`
 PULL_BYTES_MAX: Final = 8 << 20  # the same in bytes
-DRAIN_MS_MAX: Final = 2_000  # how long `close` waits for listeners to take what has arrived
-# how long kept messages of a session wait until the listener that wants them is registered
-UNCLAIMED_MS_MAX: Final = 30_000
+LAST_TAKEN_MS_MAX: Final = 2_000  # how long `close` waits for listeners to take what has arrived
 
 log = structlog.get_logger()
 
@@ -282,7 +280,7 @@ class LocalTransport(TransportBase):
         yield ProbeResult(ProbeVerdict.OK, "within the process of the streamer")
 
     async def close(self) -> None:
-        """Leave the network when everything that has arrived is taken, after DRAIN_MS_MAX at the latest."""
+        """Leave the network when everything that has arrived is taken, after LAST_TAKEN_MS_MAX at the latest."""
         if not self.is_open:
             return
         self.is_open, self._drains = False, True
@@ -290,7 +288,7 @@ class LocalTransport(TransportBase):
         self.network.freed.set()  # nobody need wait for us any more
         if self.session is not None:
             self.network.sessions[self.session] = MemberSession([*self._resumed.filters, *self.listeners.filters])
-        left = await self.arrivals.finish(DRAIN_MS_MAX / 1000) if self.connected else self.arrivals.close()
+        left = await self.arrivals.finish(LAST_TAKEN_MS_MAX / 1000) if self.connected else self.arrivals.close()
         if not self._drains:  # abandoned meanwhile
             return
         self._drains = False

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tools.broker import Broker
 from transports.conformance import TcpProxy
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, reasons
-from transports.mqtt5.losses import SETTLE_S, DropCount, Loss, Losses
+from transports.mqtt5.losses import COUNT_SETTLES_S, DropCount, Loss, Losses
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.transport import LocalUriProvider
@@ -365,8 +365,8 @@ def test_updates_that_were_queued_count_the_messages_of_others() -> None:
 def test_an_update_right_after_our_return_may_count_ours() -> None:
     dropped = resumed(10)
     assert read(dropped, 10, retained=True) == [None]
-    assert read(dropped, 30, now_s=SETTLE_S / 2) == [Loss(20, ours=False)]
-    assert read(dropped, 31, now_s=SETTLE_S * 2) == [None]
+    assert read(dropped, 30, now_s=COUNT_SETTLES_S / 2) == [Loss(20, ours=False)]
+    assert read(dropped, 31, now_s=COUNT_SETTLES_S * 2) == [None]
 
 
 def test_an_update_counts_ours_perhaps_while_we_lag_behind() -> None:
@@ -383,9 +383,9 @@ def test_a_restarted_broker_counts_from_0() -> None:
     assert read(dropped, 7, retained=True) == [Loss(7, ours=False)]
     dropped = resumed(0)  # and the first count has not been made yet, so none is retained
     assert read(dropped, 7) == [None]
-    assert dropped.tick(SETTLE_S / 2) is None
-    assert dropped.tick(SETTLE_S) == Loss(7, ours=False)
-    assert dropped.tick(SETTLE_S * 2) is None
+    assert dropped.tick(COUNT_SETTLES_S / 2) is None
+    assert dropped.tick(COUNT_SETTLES_S) == Loss(7, ours=False)
+    assert dropped.tick(COUNT_SETTLES_S * 2) is None
 
 
 @given(

@@ -188,7 +188,7 @@ async def test_open_succeeds_without_a_filter_on_which_the_broker_disconnects(
 
 
 async def test_many_that_are_refused_are_counted(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "TROUBLES_MAX", 2)
+    monkeypatch.setattr(session, "REFUSED_NAMED_MAX", 2)
     async with refusing(broker) as proxy, end(proxy.port) as one:
         proxy.refused = dict.fromkeys(FILTERS, 0x97)
         statuses = await one.register_listeners([(topic, None) for topic in TOPICS], Heard())

@@ -154,7 +154,7 @@ async def test_what_waits_is_bounded_in_bytes_and_nothing_is_lost(
 ) -> None:
     """Receive Maximum lets in 2,048 messages: here some 128 MiB. Meanwhile what we send is still answered, once
     shedding has begun."""
-    monkeypatch.setattr(receiving, "BYTES_MAX", 2 * MIB)
+    monkeypatch.setattr(receiving, "INBOX_BYTES_MAX", 2 * MIB)
     monkeypatch.setattr(receiving, "PRESSED_S_MAX", pressed_s_max)
     held = Held()
     async with end(broker, "sender") as sender, end(broker, "hearer") as hearer:
@@ -180,7 +180,7 @@ async def test_what_waits_is_bounded_in_messages_though_the_broker_sends_on(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """mosquitto with `max_inflight_messages 0` does not keep to Receive Maximum."""
-    monkeypatch.setattr(receiving, "MESSAGES_MAX", 500)
+    monkeypatch.setattr(receiving, "INBOX_MESSAGES_MAX", 500)
     held = Held()
     async with end(broker, "sender") as sender, end(broker, "hearer") as hearer:
         await hearer.register_listener(TOPIC, held)

@@ -15,7 +15,7 @@ from transports.conformance import Sink
 from transports.conformance.messages import method, notification, publish, reply, request, response, topic
 from transports.ports import free_port
 from transports.zenoh import ZenohConfig, ZenohTransport
-from transports.zenoh.presence import AUTHORITIES_MAX, Region, Watch
+from transports.zenoh.presence import REGION_AUTHORITIES_MAX, Region, Watch
 from transports.zenoh.sender import PUTS_BEFORE_DECLARED, ZenohSender
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
@@ -367,9 +367,9 @@ async def test_no_publisher_for_each_topic_where_somebody_listens_to_all(
 
 async def test_many_source_authorities_share_what_is_declared(peers: tuple[ZenohTransport, ZenohTransport]) -> None:
     alpha, beta = peers
-    sources = [topic(f"vehicle{number}") for number in range(AUTHORITIES_MAX + 20)]
+    sources = [topic(f"vehicle{number}") for number in range(REGION_AUTHORITIES_MAX + 20)]
     assert all(is_nobody_listening(s) for s in await alpha.send_batch([publish(b"", source) for source in sources]))
-    assert sender_of(alpha).publishers == AUTHORITIES_MAX + 1
+    assert sender_of(alpha).publishers == REGION_AUTHORITIES_MAX + 1
     heard, sink = Heard(alpha), Sink(DEADLINE_S)
     sending = asyncio.ensure_future(heard.until_sent(alpha, [publish(b"last", sources[-1])]))
     await beta.register_listener(sources[-1], sink)
@@ -380,7 +380,7 @@ async def test_many_source_authorities_share_what_is_declared(peers: tuple[Zenoh
 async def test_an_area_that_falls_silent_again_answers_for_all_topics(
     peers: tuple[ZenohTransport, ZenohTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transports.zenoh.presence.ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr("transports.zenoh.presence.CHECK_REGION_S", 0.0)
     alpha, beta = peers
     heard, sink = Heard(alpha), Sink(DEADLINE_S)
     await beta.register_listener(TOPIC, sink)

@@ -113,7 +113,7 @@ async def test_what_has_arrived_and_is_not_taken_yet_outlives_a_renewal(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For instance with a full disk: Zenoh acknowledges nothing, so no sender would send them again."""
-    monkeypatch.setattr(transports, "CLOSE_S_MAX", 0.2)
+    monkeypatch.setattr(transports, "FLUSH_S_MAX", 0.2)
     may_take, taken = asyncio.Event(), []
 
     class Holding:

@@ -129,7 +129,7 @@ async def test_close_waits_until_the_other_side_has_read_what_was_sent(
     monkeypatch: pytest.MonkeyPatch, mode: Literal["peer", "router"], answers: bool
 ) -> None:
     """More than Zenoh's close waits for: the gate is shut for longer than a keep-alive takes (2.5 s)."""
-    monkeypatch.setattr("transports.zenoh.transport.CLOSE_S_MAX", 60.0)
+    monkeypatch.setattr("transports.zenoh.transport.FLUSH_S_MAX", 60.0)
     raw = await asyncio.to_thread(Raw, mode, answers=answers)
     beta = ZenohTransport(ZenohConfig(connect=(raw.where,)), LocalUriProvider("beta", 0x10AB, 3))
     try:
@@ -176,7 +176,7 @@ sys.stdin.read()
 
 async def test_close_does_not_wait_for_ever_for_a_peer_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer is a process of its own: a put that waits for it would block other sessions of its process."""
-    monkeypatch.setattr("transports.zenoh.transport.CLOSE_S_MAX", 0.2)
+    monkeypatch.setattr("transports.zenoh.transport.FLUSH_S_MAX", 0.2)
     monkeypatch.setattr("transports.zenoh.transport.LEAVE_S_MAX", 0.2)
     where = f"tcp/127.0.0.1:{free_port()}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

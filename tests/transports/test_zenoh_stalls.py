@@ -55,7 +55,7 @@ async def network() -> AsyncIterator[Network]:
 
 @pytest.fixture
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transports.zenoh.transport.LOOK_S", 0.05)
+    monkeypatch.setattr("transports.zenoh.transport.SENDER_LOOK_S", 0.05)
     monkeypatch.setattr("transports.zenoh.transport.REPORTED_AFTER_S", 0.1)
     monkeypatch.setattr("transports.zenoh.transport.ANSWER_S_MAX", 0.3)
 
@@ -170,7 +170,7 @@ async def test_a_batch_that_the_thread_begins_late_is_watched_too() -> None:
 
 @pytest.mark.usefixtures("looks_often")
 async def test_a_look_that_comes_late_hides_no_cut() -> None:
-    """The loop was busy: at the first check the put has waited for longer than LOOK_S."""
+    """The loop was busy: at the first check the put has waited for longer than SENDER_LOOK_S."""
     sender = _SlowThread()
     watch = StallWatch(sender, "hub", 0.2, {"a": True}, {"the batch"}, lambda peer: None, lambda peer: None)  # type: ignore[arg-type]
     began = asyncio.get_running_loop().time()

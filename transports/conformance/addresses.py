@@ -19,6 +19,7 @@ from transports.conformance.messages import (
     ALPHA,
     BETA,
     GAMMA,
+    OTHER_ID,
     codes,
     method,
     notification,
@@ -39,7 +40,6 @@ from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 REFUSED: Final = (UCode.PERMISSION_DENIED, UCode.UNAUTHENTICATED)
-OTHER: Final = 0x9A02  # a topic's resource
 ADDRESS_CHARACTERS_MAX: Final = 1_024
 
 
@@ -84,12 +84,12 @@ class AddressConformance(TransportHarness):
         longest = topic("a" * 128, entity=0xFFFE_FFFE, version=0xFE, resource=0xFFFE)
         pairs: list[tuple[UUri, UUri | None]] = [
             (topic(), streamer_sink(BETA)),
-            (topic(resource=OTHER), streamer_sink(GAMMA)),
+            (topic(resource=OTHER_ID), streamer_sink(GAMMA)),
             (topic(), reply()),
             (longest, reply("b" * 128)),
         ]
         if Capability.PUBLISH_WITHOUT_SINK in self.capabilities:
-            pairs += [(topic(), None), (topic(resource=OTHER), None), (longest, None)]
+            pairs += [(topic(), None), (topic(resource=OTHER_ID), None), (longest, None)]
         copies = copy.deepcopy(pairs)
         named = [pair[0].address_of(source, sink) for source, sink in pairs]
         assert [pair[0].address_of(source, sink) for source, sink in pairs] == named
@@ -147,7 +147,7 @@ class AddressConformance(TransportHarness):
         wide, narrow = await self.listen(pair, *everything), await self.listen(pair, source, sink)
         await pair[1].unregister_listener(everything[0], wide, everything[1])
         if Capability.PUBLISH_WITHOUT_SINK in self.capabilities:  # else the narrow one gets all of alpha's
-            await self.unheard(sender, b"nobody", resource=OTHER)
+            await self.unheard(sender, b"nobody", resource=OTHER_ID)
         await self.send_until_taken(sender, self.publications(b"for the narrow one"))
         await narrow.expect_payload(b"for the narrow one")
         assert wide.payloads == []
@@ -205,8 +205,8 @@ class AddressConformance(TransportHarness):
         await self.listen(pair, *self.filters(), heard)
         for_gamma = Sink(self.deadline_s)
         await self.listen((sender, gamma), topic(), reply(GAMMA), for_gamma)
-        await self.listen((sender, gamma), *self.filters(OTHER, GAMMA), for_gamma)
-        forbidden = [self.publication(b"publish", OTHER, GAMMA), notification(b"notification", sink=reply(GAMMA))]
+        await self.listen((sender, gamma), *self.filters(OTHER_ID, GAMMA), for_gamma)
+        forbidden = [self.publication(b"publish", OTHER_ID, GAMMA), notification(b"notification", sink=reply(GAMMA))]
         for message in forbidden:
             await self.refuse_address(ALPHA, message.attributes.source, _sink(message))
         allowed = [notification(b"1"), self.publication(b"2"), notification(b"3")]

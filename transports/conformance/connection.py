@@ -23,6 +23,7 @@ from transports.conformance.messages import (
     ALPHA,
     BETA,
     GAMMA,
+    OTHER,
     PROBE,
     code_of,
     codes,
@@ -38,7 +39,6 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-OTHER = topic(resource=0x9A02)
 FROM_BETA, TO_ALPHA = topic(BETA), reply(ALPHA)  # beta is the end that is cut off, here as the sender
 TRY_AGAIN_S = 0.01
 
@@ -78,8 +78,7 @@ class ConnectionConformance(TransportHarness):
     async def test_a_transport_has_a_repr_and_counts_what_it_drops(self, pair: Pair) -> None:
         for end in pair:
             assert ALPHA in repr(end) or BETA in repr(end)
-            assert sum(end.dropped.values()) == sum(end.mended.values()) == 0
-            assert end.unprobed == end.left_unacknowledged == 0
+            assert end.dropped.total() == end.mended.total() == end.unprobed == end.left_unacknowledged == 0
             assert end.take_ttl_counts() == TtlCounts()
             assert end.troubles == []
 
@@ -364,7 +363,7 @@ class ErrorConformance(TransportHarness):
         await self.usable(pair[0], heard)
         assert {payload for payload in heard.payloads if payload != PROBE} == set()
         assert changes.seen == []
-        assert [sum(one.dropped.values()) for one in pair] == [0, 0]
+        assert [one.dropped.total() for one in pair] == [0, 0]
 
     async def test_a_network_that_refuses_us(self, ends: Ends) -> None:
         end = ends.keep(await self.make_refused(ALPHA))

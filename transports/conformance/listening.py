@@ -18,6 +18,7 @@ from transports.conformance.messages import (
     BETA,
     ENTITY,
     GAMMA,
+    OTHER,
     PROBE,
     VERSION,
     code_of,
@@ -35,7 +36,7 @@ from transports.conformance.messages import (
 from transports.conformance.sending import INVALID, expired
 from transports.conformance.sinks import BatchSink, Sink
 from uprotocol import uri as uris
-from uprotocol.transport import Capability, TtlCounts, UTransport
+from uprotocol.transport import Capability, TtlCounts
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -232,7 +233,6 @@ class FilterConformance(TransportHarness):
         assert own.messages == []
 
 
-OTHER = topic(resource=0x9A02)
 DISCARDED = ["no id", "id of version 4", "id of the year 10889", "no type", "request of CS3", "response without reqid"]
 DISCARDED += ["commstatus on a notification", "token on a notification"]
 
@@ -428,15 +428,14 @@ class ListeningConformance(TransportHarness):
         heard = await self.listen(pair, topic(), reply())
         await self.inject(notification(b"before"))
         await heard.expect(1)
-        dropped = _dropped(pair[1])
+        dropped = pair[1].dropped.total()
         await self.inject(expired())
         await self.inject(notification(b"after"))
         await heard.expect_payload(b"after")
         assert await self.settle(pair[0], heard) == [b"before", b"after"]
-        await self.eventually(lambda: _dropped(pair[1]) > dropped, "the expired message to be counted")
+        await self.eventually(lambda: pair[1].dropped.total() > dropped, "the expired message to be counted")
         counts = pair[1].take_ttl_counts()
-        assert counts.arrived >= counts.expired == len(counts.ages_ms)
-        assert bool(counts.arrived) == bool(counts.expired), "a transport counts all messages with a ttl, or none"
+        assert counts == TtlCounts() or 1 <= counts.expired == len(counts.ages_ms) <= counts.arrived, f"got {counts}"
         assert pair[1].take_ttl_counts() == TtlCounts(), "taking the counts must set them to 0"
 
     @pytest.mark.parametrize("what", DISCARDED)
@@ -444,9 +443,9 @@ class ListeningConformance(TransportHarness):
     async def test_an_invalid_message_is_discarded(self, pair: Pair, what: str) -> None:
         heard = await self.listen(pair, uris.ANY, uris.ANY)
         witness = await self.listen(pair, topic(), reply())
-        before = _dropped(pair[1])
+        before = pair[1].dropped.total()
         await self.inject(INVALID[what]())
-        await self.eventually(lambda: _dropped(pair[1]) > before, "the discarded message to be counted")
+        await self.eventually(lambda: pair[1].dropped.total() > before, "the discarded message to be counted")
         assert await self.settle(pair[0], witness) == []
         assert [payload for payload in heard.payloads if not payload.startswith(b"mark ")] == []
 
@@ -454,32 +453,32 @@ class ListeningConformance(TransportHarness):
         """Access lists apply to keys: they would have no effect if only the attributes of a message counted."""
         self.needs_hook("inject_misplaced")
         heard = await self.listen(pair, uris.ANY, uris.ANY)
-        before = _dropped(pair[1])
+        before = pair[1].dropped.total()
         await self.inject_misplaced(notification(b"misplaced"), GAMMA)
-        await self.eventually(lambda: _dropped(pair[1]) > before, "the discarded message to be counted")
+        await self.eventually(lambda: pair[1].dropped.total() > before, "the discarded message to be counted")
         assert await self.settle(pair[0], heard) == []
 
     @spec("dsn~up-attributes-traceparent~1")
     async def test_a_traceparent_that_is_none_costs_the_traceparent_and_not_the_message(self, pair: Pair) -> None:
         """It is removed: the message is still valid."""
         heard = await self.listen(pair, topic(), reply())
-        before = _dropped(pair[1])
+        before = pair[1].dropped.total()
         injected = INVALID["bad traceparent"]()
         await self.inject(injected)
         await heard.expect(1)
         assert [message.attributes.id for message in heard.messages] == [injected.attributes.id]
         assert not heard.messages[0].attributes.traceparent
-        assert _dropped(pair[1]) == before
+        assert pair[1].dropped.total() == before
         assert pair[1].mended in ({}, {"traceparent": 1}), "if `mended` counts, it counts this message once"
 
     @spec("dsn~utransport-registerlistener-discard-invalid-messages~1")
     async def test_what_is_no_message_at_all_is_discarded_and_the_rest_goes_on(self, pair: Pair) -> None:
         heard = await self.listen(pair, topic(), reply())
-        before = _dropped(pair[1])
+        before = pair[1].dropped.total()
         await self.send_all(pair[0], [notification(b"before")])
         malformed = await self.inject_malformed(topic(), reply())
         await self.send_all(pair[0], [notification(b"after")])
-        await self.eventually(lambda: _dropped(pair[1]) >= before + malformed, f"{malformed} to be counted")
+        await self.eventually(lambda: pair[1].dropped.total() >= before + malformed, f"{malformed} to be counted")
         assert await self.settle(pair[0], heard) == [b"before", b"after"]
 
     async def test_a_streamed_publish_reaches_who_listens_to_everything_for_its_authority(self, pair: Pair) -> None:
@@ -491,7 +490,3 @@ class ListeningConformance(TransportHarness):
         await self.send_all(pair[0], [streamed(b"for beta"), streamed(b"for gamma", authority="gamma")])
         await heard.expect_payload(b"for beta")
         assert b"for gamma" not in await self.settle(pair[0], heard)
-
-
-def _dropped(end: UTransport) -> int:
-    return sum(end.dropped.values())

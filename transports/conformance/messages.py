@@ -25,12 +25,16 @@ BETA: Final = "beta"
 GAMMA: Final = "gamma"
 ENTITY: Final = 0x0003_10AB  # instance 3 of type 10AB
 VERSION: Final = 4
+OTHER_ID: Final = 0x9A02  # of a second topic
 TTL_MS: Final = 60_000
 PROBE: Final = b"conformance probe"
 
 
 def topic(authority: str = ALPHA, resource: int = 0x9A01, entity: int = ENTITY, version: int = VERSION) -> UUri:
     return uris.uri(authority, entity, version, resource)
+
+
+OTHER: Final = topic(resource=OTHER_ID)
 
 
 def reply(authority: str = BETA, entity: int = ENTITY, version: int = VERSION) -> UUri:

@@ -27,7 +27,7 @@ from uprotocol.v1.uri_pb2 import UUri
 TOPIC: Final = "uprotocol/v1"
 SEEN_TOPIC: Final = "uprotocol/v1/seen"
 TYPE_NAME: Final = "uprotocol::v1::UMessage"
-VERSION: Final = 1  # uProtocol's major version, first octet of every sample
+VERSION_OCTET: Final = 1  # uProtocol's major version, first octet of every sample
 
 NO_SINK: Final = "{}/{}/{}/{}/{}"
 NO_VALUE: Final = "{}"
@@ -61,7 +61,7 @@ _ENCAPSULATIONS: Final[dict[bytes, struct.Struct]] = {  # PLAIN_CDR and PLAIN_CD
     b"\x00\x06": _BIG,
     b"\x00\x07": _LITTLE,
 }
-_HEAD: Final = b"\x00\x01\x00\x00" + bytes([VERSION])  # little-endian PLAIN_CDR without options, then the version
+_HEAD: Final = b"\x00\x01\x00\x00" + bytes([VERSION_OCTET])  # little-endian PLAIN_CDR without options, then the version
 _WITHOUT_PAYLOAD: Final = _HEAD + b"\x00\x00\x00"  # has_payload, and two octets that align what follows
 _WITH_PAYLOAD: Final = _HEAD + b"\x01\x00\x00"
 _PADDING: Final = (b"", b"\x00\x00\x00", b"\x00\x00", b"\x00")  # by length modulo 4
@@ -200,8 +200,8 @@ def unpack(sample: bytes) -> tuple[bytes, bytes | None]:
             f"expected a sample of {TYPE_NAME} as plain CDR, got {len(sample)} octets that begin with "
             f"{sample[:8].hex()}"
         )
-    if sample[4] != VERSION:
-        raise invalid(f"expected uProtocol version {VERSION}, got {sample[4]}")
+    if sample[4] != VERSION_OCTET:
+        raise invalid(f"expected uProtocol version {VERSION_OCTET}, got {sample[4]}")
     try:
         attributes, at = _sequence(sample, _SEQUENCES_AT, length)
         payload, _ = _sequence(sample, at + (-at & 3), length)

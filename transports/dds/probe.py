@@ -21,7 +21,7 @@ from uprotocol.transport import ProbeResult, ProbeVerdict
 from uprotocol.v1.ucode_pb2 import UCode
 
 LOOKS_S: Final = 2.0  # discovery takes some tenths of a second
-LOOK_S: Final = 0.1  # between two looks
+PROBE_LOOK_S: Final = 0.1  # between two looks
 
 
 def look_around(config: DdsConfig) -> list[ProbeResult]:
@@ -55,7 +55,7 @@ def _seen(participant: Participant) -> tuple[set[str], set[str]]:
     misfits: set[str] = set()
     until = time.monotonic() + LOOKS_S
     while time.monotonic() < until:
-        time.sleep(LOOK_S)
+        time.sleep(PROBE_LOOK_S)
         for one in found_in(others):
             if is_alive(one) and one.key.bytes != participant.key:
                 names[one.key.bytes] = name_in(one.qos) or one.key.bytes.hex()

@@ -19,7 +19,7 @@ from typing import Any, Final
 import structlog
 
 from transports.arrivals import Arrivals
-from transports.base import NOT_OPEN, TransportBase, on_own_thread, stopped, tell, too_large
+from transports.base import NOT_OPEN, REOPEN_MS, TransportBase, on_own_thread, stopped, tell, too_large
 from transports.dds import mapping
 from transports.dds.acknowledgements import Departures
 from transports.dds.config import DdsConfig
@@ -40,10 +40,8 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-DRAIN_S: Final = 1.0  # for listeners to take what had arrived when the transport is closed
+LAST_TAKEN_S_MAX: Final = 1.0  # for listeners to take what had arrived when the transport is closed
 ADDRESS_LOOK_S: Final = 2.0  # between two checks of the addresses of this host
-REOPEN_MS_MIN: Final = 200  # the first pause between two attempts to join the domain again
-REOPEN_MS_MAX: Final = 10_000  # the longest one
 
 log = structlog.get_logger()
 
@@ -231,7 +229,7 @@ class DdsTransport(TransportBase):
 
     async def _end_arrivals(self) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_S):
+            async with asyncio.timeout(LAST_TAKEN_S_MAX):
                 await self._arrivals.drained()
         self._arrivals.close()
 
@@ -262,7 +260,7 @@ class DdsTransport(TransportBase):
             await self._end_arrivals()  # full ones would block the readers' thread
             await closing  # nobody else would close the session
             raise
-        backoff = Backoff(REOPEN_MS_MIN, REOPEN_MS_MAX)
+        backoff = Backoff(*REOPEN_MS)
         while True:
             try:
                 await self._open_session()

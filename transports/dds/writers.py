@@ -72,7 +72,7 @@ PENDING_LOOKS_PART: Final = 8
 ACK_ROUND_S: Final = 0.05
 RELIABILITIES_MAX: Final = 65_536  # readers of which is kept whether they are reliable
 RETRY_S_MAX: Final = 0.02  # while nobody acknowledges; 50 tries a second cost nothing
-DRAIN_S: Final = 1.0  # for the last acknowledgements of all writers together, when the transport is closed
+LAST_ACKS_S_MAX: Final = 1.0  # for the last acknowledgements of all writers together, when the transport is closed
 GIVE_WAY_S: Final = 0.05  # for those of a writer that is to be replaced: a round trip, even on a busy computer
 CROWDED_S: Final = 1.0  # if no writer can be replaced, new ones are refused at once for so long
 # between two checks of held writers: shorter than the pause of a sender that tries again
@@ -82,7 +82,7 @@ TIMEOUTS_MAX: Final = 2
 # in all queues, a second of the fastest sender measured; one writer has at most half of it
 WAITING_MESSAGES_MAX: Final = 32_768
 WAITING_BYTES_MAX: Final = 32 << 20  # in all queues: what a small computer can spare
-TROUBLES_MAX: Final = 32  # culprits that are named; with more of them the network is at fault
+CULPRITS_NAMED_MAX: Final = 32  # culprits that are named; with more of them the network is at fault
 # new writers in one turn, and ...
 WRITERS_AT_ONCE: Final = 16
 # ... the time limit of that, and of the jobs of one turn: with thousands of readers a writer takes 1 ms
@@ -333,7 +333,7 @@ class _HeldWriters:
             what = "a DDS receiver takes what is sent to it again, or has ended"
             log.info(what, culprit=self.culprits[culprits], _kind="DDS receiver")
         self.culprits = logged
-        self.troubles = tuple(troubles[:TROUBLES_MAX])
+        self.troubles = tuple(troubles[:CULPRITS_NAMED_MAX])
 
 
 class Writers:
@@ -825,12 +825,12 @@ class Writers:
         return suspects
 
     def close(self) -> None:
-        """Wait for the last acknowledgements, DRAIN_S at most in all, and delete everything. Not on this object's
+        """Wait for the last acknowledgements, LAST_ACKS_S_MAX in all, and delete everything. Not on this object's
         thread."""
         self.stop()
         self._jobs.put(None)
         self._thread.join()
-        deadline = time.monotonic() + DRAIN_S
+        deadline = time.monotonic() + LAST_ACKS_S_MAX
         for writer in self._writers.values():
             is_drained = writer.drained(max(0.0, deadline - time.monotonic()))
             with contextlib.suppress(DDSException):  # not known: it is sent again

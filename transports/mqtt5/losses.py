@@ -28,14 +28,14 @@ from uprotocol.transport import LossCallback
 ADDRESS: Final = " at "  # between the client_id and the broker's address, in the name of a session
 DROPPED_TOPIC: Final = "$SYS/broker/publish/messages/dropped"
 # after our return: an update may be late by sys_interval (10 s unless set; up to a minute is allowed here)
-SETTLE_S: Final = 70.0
+COUNT_SETTLES_S: Final = 70.0
 COUNT_DIGITS_MAX: Final = 18  # of the broker's count, which has 64 bits; metrics need a bound
 # topic filters that are saved for the next process, some 3 MB; those beyond it stay in the session until it ends
 FILTERS_MAX: Final = 65_536
 FILTER_BYTES_MAX: Final = 65_535  # the limit of MQTT
 # if the broker has ended the connection over the request for its count (rumqttd), it is asked again after this time, by
 # any process: it may have been chance
-ASK_AGAIN_S: Final = 86_400
+ASK_FOR_COUNT_S: Final = 86_400
 # each change writes the whole file: with many filters so seldom that flash does not wear out
 SAVED_FILTERS_PER_S: Final = 1_000
 
@@ -61,7 +61,7 @@ class DropCount:
         """There is a connection with the old session: queued messages come first, then the present count, which is
         retained."""
         self._catching_up, self._others, self._uncertain = True, False, 0
-        self._settled_s = now_s + SETTLE_S
+        self._settled_s = now_s + COUNT_SETTLES_S
 
     def seen(self, count: int, *, retained: bool, behind: bool, now_s: float) -> Loss | None:
         """The count has arrived. `behind`: since the last one, so many messages were unacknowledged that the broker may
@@ -74,7 +74,7 @@ class DropCount:
         if retained:
             if self._catching_up:
                 self._others, self._catching_up = self._uncertain > 0, False
-                self._settled_s = now_s + SETTLE_S
+                self._settled_s = now_s + COUNT_SETTLES_S
             return Loss(risen, ours=count >= last) if risen else None
         if self._catching_up:
             # it was queued, so our queue was not full: others' messages, unless the present count never comes
@@ -135,7 +135,7 @@ class Losses:
             log.warning(why, error=repr(error))
             return
         self._saved = {"session": session, "dropped": dropped, "filters": tuple(filters), "ask_at_s": ask_at_s}
-        self._ask_at_s = ask_at_s if ask_at_s <= time.time() + ASK_AGAIN_S else 0  # else the clock was ahead
+        self._ask_at_s = ask_at_s if ask_at_s <= time.time() + ASK_FOR_COUNT_S else 0  # else the clock was ahead
         self._left = session if isinstance(session, str) else None
         if session is not None and session == self._session:
             self._dropped.last = dropped if type(dropped) is int else None
@@ -216,7 +216,7 @@ class Losses:
     def not_published(self, *, hung_up: bool) -> None:
         """The broker has refused the subscription to its count, or has ended the connection over it."""
         if hung_up:
-            self._ask_at_s = int(time.time()) + ASK_AGAIN_S
+            self._ask_at_s = int(time.time()) + ASK_FOR_COUNT_S
         else:
             self._is_published = False
 

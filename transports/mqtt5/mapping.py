@@ -25,7 +25,7 @@ from uprotocol.v1.uri_pb2 import UUri
 
 _Address = tuple[str, Sequence[tuple[str, str]]]  # topic; user properties: type, source, sink
 
-VERSION: Final = "1"  # of uProtocol, in the user property uP
+VERSION_TEXT: Final = "1"  # of uProtocol, in the user property uP
 TTL_MS_MAX: Final = 0xFFFF_FFFF  # uint32 of UAttributes.ttl
 TEXT_BYTES_MAX: Final = 65_535  # of one string in MQTT (16 bits of length)
 
@@ -159,7 +159,7 @@ class Mapping:
             attributes.sink.SerializeToString() if has_sink else None,
         )
         topic, address = self._out.get(route) or self._resolve_out(route, attributes)
-        properties = [("uP", VERSION), ("1", uuids.format(attributes.id)), *address]
+        properties = [("uP", VERSION_TEXT), ("1", uuids.format(attributes.id)), *address]
         if attributes.priority:
             name = _PRIORITY_NAMES.get(attributes.priority)
             if name is None:
@@ -216,8 +216,8 @@ class Mapping:
         """
         properties = dict(reversed(packet.user_properties))  # if a key comes twice, the first counts (A-24)
         get = properties.get
-        if get("uP", VERSION) != VERSION:  # may be missing (A-23)
-            raise invalid(f"expected uProtocol version {VERSION} in the user property uP, got {get('uP')!r}")
+        if get("uP", VERSION_TEXT) != VERSION_TEXT:  # may be missing (A-23)
+            raise invalid(f"expected uProtocol version {VERSION_TEXT} in the user property uP, got {get('uP')!r}")
         key = (get("2"), get("3"), get("4"), packet.topic)
         attributes = UAttributes.FromString(self._in.get(key) or self._resolve_in(key))
         attributes.id.CopyFrom(uuids.parse(_present(get("1"), "1 (id)")))

@@ -35,7 +35,7 @@ UNRELEASED_MAX: Final = 10  # messages of QoS 2 in one session; a broker may tak
 NO_SUBSCRIBERS: Final = 0x10  # reason code of PUBACK and PUBREC
 OWNERS_MAX: Final = 4  # authorities below which a topic is tried
 COMES_S: Final = 1.0  # for a message of ours to come back
-SETTLE_S: Final = 0.2  # for a second copy of it
+SECOND_COPY_S: Final = 0.2  # for a second copy of it
 TAKEN_S: Final = 3.0  # for another client to log in again: ours do it after half a second
 HELD, PASSED = b"held", b"passed"  # payloads
 
@@ -111,7 +111,7 @@ class ProbeSession(Connection):
                     self._came.clear()
                     await self._came.wait()
         if payload in self.payloads:
-            await asyncio.sleep(SETTLE_S)
+            await asyncio.sleep(SECOND_COPY_S)
         return self.payloads.count(payload)
 
     def leave(self, *, keeps_session: bool = True) -> None:

@@ -3,7 +3,7 @@
 on_publishes -> PublishCodec -> Copies -> Arrivals -> listeners -> PUBACK
                                   '-> of a resumed session, no listener yet: kept until one is registered
 
-MESSAGES_MAX or BYTES_MAX have arrived and are not taken
+INBOX_MESSAGES_MAX or INBOX_BYTES_MAX have arrived and are not taken
               -> pressed: the socket is not read, which holds the broker      -> half of it taken: read again
    and no batch was taken for PRESSED_S_MAX
               -> shedding: it is read, since what a listener waits for        -> half of it taken: a new connection,
@@ -34,7 +34,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from transports.arrivals import Arrivals
-from transports.base import TransportBase
+from transports.base import UNCLAIMED_MS_MAX, TransportBase
 from transports.mqtt5 import wire
 from transports.mqtt5.config import Mqtt5Config
 from transports.mqtt5.connection import Connection
@@ -50,18 +50,15 @@ from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 
-# how long messages of a resumed session wait until the listener that wants them is registered, unless the owner says
-# that all are
-UNCLAIMED_MS_MAX: Final = 30_000
 # of one read, so many messages are small: their number bounds their bytes, and counting would cost each of them
 MANY: Final = 64
 # of QoS 0, which Receive Maximum does not hold back: beyond it they are dropped
 UNACKNOWLEDGED_MESSAGES_MAX: Final = 8_192
 # waiting or being taken: 2,048 messages of 16 KiB. Receive Maximum can't count bytes
-BYTES_MAX: Final = 32 << 20
+INBOX_BYTES_MAX: Final = 32 << 20
 # waiting or being taken; some 1.5 KB each if small. A broker may exceed Receive Maximum: mosquitto with
 # `max_inflight_messages 0` does
-MESSAGES_MAX: Final = 8_192
+INBOX_MESSAGES_MAX: Final = 8_192
 # how long the socket is not read while listeners take nothing; far less than a keep-alive, or than a PUBACK may take
 PRESSED_S_MAX: Final = 5.0
 TOPICS_MAX: Final = 256  # of answers, one for each method that listeners call; others use the main connection alone
@@ -97,8 +94,8 @@ class PublishReceiver:
         self.arrivals = Arrivals[ArrivedPublish](
             lambda arrived: owner.listeners.deliver_encoded([one.message for one in arrived if one.message]),
             self._acknowledge,
-            messages_max=MESSAGES_MAX,
-            bytes_max=BYTES_MAX,
+            messages_max=INBOX_MESSAGES_MAX,
+            bytes_max=INBOX_BYTES_MAX,
             redeliver=True,
             gathers=False,
             pressed=self._on_pressed,

@@ -46,7 +46,7 @@ HANG_UP_MS: Final = (60_000, 1_800_000)
 # after a filter that was asked for alone has cost the connection, until the next one is asked for alone: first and
 # longest wait. A few of them cost hardly any time; with many, the connection would be lost most of the time
 PAUSE_MS: Final = (10, 60_000)
-TROUBLES_MAX: Final = 8  # refused filters that are named; the others are counted
+REFUSED_NAMED_MAX: Final = 8  # refused filters that are named; the others are counted
 # topics of messages that nobody wanted; a filter of the same name is unsubscribed once for each
 UNWANTED_TOPICS_MAX: Final = 4_096
 # how long `release` waits for the broker's answer, which limits the unanswered UNSUBSCRIBEs
@@ -250,10 +250,10 @@ class Session:
     def troubles(self) -> list[str]:
         lines = [
             f"nothing that matches the topic filter {topic_filter} arrives: {one.refusal}"
-            for topic_filter, one in islice(self._refused.items(), TROUBLES_MAX)
+            for topic_filter, one in islice(self._refused.items(), REFUSED_NAMED_MAX)
         ]
-        if len(self._refused) > TROUBLES_MAX:
-            lines.append(f"and the same of {len(self._refused) - TROUBLES_MAX} more topic filters")
+        if len(self._refused) > REFUSED_NAMED_MAX:
+            lines.append(f"and the same of {len(self._refused) - REFUSED_NAMED_MAX} more topic filters")
         lossy = [one.topic_filter for one in self.subscriptions.values() if one.is_lossy] if self._has_lossy else []
         if lossy:
             what = f"the broker grants QoS 0 only to {len(lossy)} of our subscriptions ({lossy[0]}, ...)"

@@ -55,7 +55,7 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 # 256); more only make the broker, and other tasks, wait
 WRITE_MESSAGES_MAX: Final = 256
 # up to this size the number of messages bounds the bytes, and counting would cost each message
-SMALL_BYTES: Final = 4_096
+UNCOUNTED_BYTES_MAX: Final = 4_096
 WRITE_BYTES_MAX: Final = 1 << 20  # of larger ones; the message that exceeds it is still written
 # of larger ones, not acknowledged: what a broker does not read is kept here. 100 ms of a link of 1.3 Gbit/s
 IN_FLIGHT_BYTES_MAX = 16 << 20
@@ -280,7 +280,7 @@ class Window:
         self._owner, self._encode, self._next_packet_id = owner, encode, next_packet_id
         self._topic_of_absence, self._topic, self._pace = topic_of_absence, topic, pace
         self._at_once = pace.at_once if pace is not None else sys.maxsize
-        # packet id -> its index in the call, and its bytes if they are more than SMALL_BYTES
+        # packet id -> its index in the call, and its bytes if they are more than UNCOUNTED_BYTES_MAX
         self._in_flight: dict[int, tuple[_Sending, int, int]] = {}
         self._large_bytes = 0  # the sum of those
         self.suspects = Suspects()
@@ -436,7 +436,7 @@ class Window:
             packet_id = self._next_packet_id()
             while packet_id in in_flight:
                 packet_id = self._next_packet_id()
-            size = len(tail) if len(tail) > SMALL_BYTES else 0
+            size = len(tail) if len(tail) > UNCOUNTED_BYTES_MAX else 0
             in_flight[packet_id] = (sending, len(sending.statuses), size)
             sending.statuses.append(None)
             packets += (head, _PACKET_ID[packet_id], tail)

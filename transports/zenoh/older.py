@@ -24,7 +24,7 @@ from uprotocol import uuid as uuids
 
 OLDER_KEYS: Final = "up/*/*/*/*/*/*/*/*"
 COUNTED_MAX: Final = 1_000  # messages of one session: enough to name their senders
-AUTHORITIES_MAX: Final = 100  # that are logged; anybody can invent more
+LOGGED_AUTHORITIES_MAX: Final = 100  # that are logged; anybody can invent more
 AUTHORITIES_SHOWN_MAX: Final = 5  # in the note
 
 log = structlog.get_logger()
@@ -76,7 +76,7 @@ class OlderLayout:
         self.messages += 1
         # no authority has been checked here: a segment of a key may be long, and have control characters
         authority = ascii(str(sample.key_expr).split("/", 2)[1][: uris.AUTHORITY_LENGTH_MAX])[1:-1]
-        if authority not in self._authorities and len(self._authorities) < AUTHORITIES_MAX:
+        if authority not in self._authorities and len(self._authorities) < LOGGED_AUTHORITIES_MAX:
             self._authorities[authority] = None
             later(lambda: self._report(authority))
         if not self._left:

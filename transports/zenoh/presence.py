@@ -37,7 +37,7 @@ from zenoh.handlers import Callback
 from transports.zenoh import mapping
 from uprotocol.status import nobody_listens
 
-AUTHORITIES_MAX: Final = 64  # source authorities with a Region of their own; one of all authorities serves the others
+REGION_AUTHORITIES_MAX: Final = 64  # source authorities with a Region of their own; one of all serves the others
 ENTITIES_MAX: Final = 256  # source uEntities with a Region; the others have that of their authority alone
 # methods that are called, each with a publisher that is never undeclared; every wildcard that somebody subscribes to is
 # compared with all of them
@@ -46,11 +46,13 @@ METHODS_MAX: Final = 1_024
 IMPOSSIBLE: Final = "-"
 # limits of the checks whether a Region has become silent: each compares every subscription in it with all others, 5 ms
 # for 1,000 of them, 63 ms for 4,000
-ASK_AGAIN_S: Final = 1.0  # between two checks of one Region
+CHECK_REGION_S: Final = 1.0  # between two checks of one Region
 ASK_AGAIN_FACTOR: Final = 100  # all checks together take at most 1 % of the time
-GATHER_S: Final = 0.005  # keys that somebody begins to listen to within this time are reported in one call
+GATHER_HEARD_S: Final = 0.005  # keys that somebody begins to listen to within this time are reported in one call
 
-NOBODY: Final = nobody_listens("no known Zenoh session subscribes to this topic: send it again when one does, or later")
+NO_SUBSCRIBER: Final = nobody_listens(
+    "no known Zenoh session subscribes to this topic: send it again when one does, or later"
+)
 NO_SERVICE: Final = nobody_listens(
     "no known Zenoh session listens for requests to this method: its service is not there"
 )
@@ -116,7 +118,7 @@ class Region:
                 return False
             matching: bool = self._all.matching_status.matching
             asked = time.monotonic()
-            self._ask_at = asked + ASK_AGAIN_S
+            self._ask_at = asked + CHECK_REGION_S
             self._presence.ask_at = asked + ASK_AGAIN_FACTOR * (asked - now)
             if matching:
                 return False
@@ -143,7 +145,7 @@ class Region:
         watch = self._silence
         if watch is not None and watch.heard:
             self._silence = None
-            self._ask_at = time.monotonic() + ASK_AGAIN_S
+            self._ask_at = time.monotonic() + CHECK_REGION_S
             watch.end()
 
 
@@ -177,7 +179,7 @@ class Presence:
     def _regions(self, key: str) -> Iterator[Region]:
         """The Regions of `key`, the widest first. Each is declared when it is first reached."""
         authority = mapping.authority_prefix(key)
-        if authority not in self._authorities and len(self._authorities) >= AUTHORITIES_MAX:
+        if authority not in self._authorities and len(self._authorities) >= REGION_AUTHORITIES_MAX:
             authority = mapping.ALL_SOURCES
         if authority not in self._authorities:
             self._authorities[authority] = Region(self, authority)
@@ -232,7 +234,7 @@ class HeardNews:
 
     async def _gather(self, sends: list[asyncio.Future[Any]]) -> None:
         """Wait for the calls that are under way: their answers "nobody" must reach the owner first."""
-        await asyncio.sleep(GATHER_S)
+        await asyncio.sleep(GATHER_HEARD_S)
         if sends:
             await asyncio.wait(sends)
         self._is_scheduled = False  # first: a key that is added from now on schedules another call

@@ -32,7 +32,7 @@ import zenoh
 
 from transports.base import OK, SendChecks, stopped, too_large
 from transports.zenoh import mapping
-from transports.zenoh.presence import NO_SERVICE, NOBODY, Presence, Watch
+from transports.zenoh.presence import NO_SERVICE, NO_SUBSCRIBER, Presence, Watch
 from uprotocol import cache as caches
 from uprotocol.cache import Cache
 from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
@@ -230,7 +230,7 @@ class ZenohSender:
         now_ms, plans, peers, version = self._checks.now_ms(), self._plans, self._peers, mapping.VERSION_BYTE
         bytes_max = self._wire_bytes_max
         settling = time.monotonic() < self._settled_at
-        absent = set[str]()  # keys that this call has answered NOBODY
+        absent = set[str]()  # keys that this call has answered NO_SUBSCRIBER
         for message in messages:
             mark: Any
             if type(message) is EncodedMessage:
@@ -256,7 +256,7 @@ class ZenohSender:
                     is_unknown = absent or route.watch is None or not route.watch.heard
                     if is_unknown and (route.key[0] in absent or self._is_nobody(route)):
                         absent.add(route.key[0])
-                        statuses.append(NO_SERVICE if route.is_call else NOBODY)
+                        statuses.append(NO_SERVICE if route.is_call else NO_SUBSCRIBER)
                         continue
                 elif settling:
                     settling = self._await_match(route)

@@ -28,7 +28,7 @@ import structlog
 import zenoh
 from zenoh.handlers import Callback
 
-from transports.base import NOT_OPEN, OK, ROUTES_CACHED_MAX, TransportBase, on_own_thread, stopped, tell
+from transports.base import NOT_OPEN, OK, REOPEN_MS, ROUTES_CACHED_MAX, TransportBase, on_own_thread, stopped, tell
 from transports.certificates import TlsFiles
 from transports.listeners import Filter
 from transports.zenoh import mapping, probe
@@ -49,20 +49,18 @@ from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 # how long `close` waits for listeners to take what has arrived, and for peers to read what was sent
-CLOSE_S_MAX: Final = 2.5
+FLUSH_S_MAX: Final = 2.5
 # how long it then waits for Zenoh to close the session, which can take 10 s where a peer reads nothing
 LEAVE_S_MAX: Final = 1.5
 # after Zenoh has cut off a peer, until that peer is known
 CUT_S_MAX: Final = 4.0
 RENEWAL_LOOK_S: Final = 10.0  # between two checks of the TLS files of a transport that listens
-REOPEN_MS_MIN: Final = 200  # the first pause between two attempts to open the session after a renewal
-REOPEN_MS_MAX: Final = 10_000  # the longest one
-LOOK_S: Final = 0.5  # between two checks of the sender
+SENDER_LOOK_S: Final = 0.5  # between two checks of the sender
 KNOWN_S_MAX: Final = 1.0  # that a new listener waits for linked peers which do not answer
 KNOWN_PEERS_MAX: Final = 16  # peers that are asked: an application has a few, and a router may have thousands
 REPORTED_AFTER_S: Final = 1.0  # without progress: the first batch after a link may wait for SETTLE_S_MAX
 ANSWER_S_MAX: Final = 1.0  # for a peer to answer that it reads
-ASK_AGAIN_S: Final = 5.0  # between two queries to a peer that counts as lost while Zenoh still has a link to it
+ASK_LOST_PEER_S: Final = 5.0  # between two queries to a peer that counts as lost while Zenoh still has a link to it
 UNREAD: Final = "the last messages may not have been read"
 
 log = structlog.get_logger()
@@ -119,7 +117,7 @@ class Renewals:
 
     async def _reopen(self) -> None:
         log.info("the TLS files have changed: the Zenoh session is opened again", authority=self._authority)
-        backoff = Backoff(REOPEN_MS_MIN, REOPEN_MS_MAX)
+        backoff = Backoff(*REOPEN_MS)
         closing = asyncio.create_task(self._close_session())  # messages that have arrived stay
         try:
             await asyncio.shield(closing)
@@ -140,7 +138,7 @@ class Renewals:
 class StallWatch:
     """Finds the peer that blocks sending: it reads nothing, and Zenoh's put waits for it. Lives on the event loop.
 
-    send_batch -> every LOOK_S: has the sender progressed? -> no: ask each peer, on a thread
+    send_batch -> every SENDER_LOOK_S: has the sender progressed? -> no: ask each peer, on a thread
                                                                   '-> peers that do not answer: trouble, log
     Zenoh cuts that peer off (stall_ms_max) -> the sender progresses -> a peer that still does not answer is lost until
                                                                         it answers
@@ -168,7 +166,7 @@ class StallWatch:
         self._timer: asyncio.TimerHandle | None = None
         self._position: tuple[int, int] | None = None  # of the sender, at the last check
         self._stalled_since = 0.0  # loop time of the first check that found it there
-        self._unseen_s = LOOK_S  # the longest time it may have been there before that check
+        self._unseen_s = SENDER_LOOK_S  # the longest time it may have been there before that check
         self._watched_at = 0.0  # loop time of the last check, or of the call of `watch`
         self._cut_at = 0.0  # loop time at which a put continued that had waited for stall_s
         self._asking: asyncio.Task[None] | None = None
@@ -181,7 +179,7 @@ class StallWatch:
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._watched_at = loop.time()
-            self._timer = loop.call_later(LOOK_S, self._look)
+            self._timer = loop.call_later(SENDER_LOOK_S, self._look)
 
     def close(self) -> None:
         if self._timer is not None:
@@ -217,7 +215,7 @@ class StallWatch:
             return
         if self._position is None:
             self._position, self._stalled_since = position, loop.time()
-            self._unseen_s = max(LOOK_S, self._stalled_since - looked_at)
+            self._unseen_s = max(SENDER_LOOK_S, self._stalled_since - looked_at)
         elif not self.trouble and self._stalled_s >= REPORTED_AFTER_S:
             self._report(list(self._peers))
             self._asking = loop.create_task(self._ask())
@@ -229,7 +227,7 @@ class StallWatch:
             if self._cutting is None or self._cutting.done():
                 self._cutting = loop.create_task(self._cut(self._unread))
         self._unread = {}
-        self._position, self._unseen_s = None, LOOK_S
+        self._position, self._unseen_s = None, SENDER_LOOK_S
         if self._asking is not None:
             self._asking.cancel()
             self._asking = None
@@ -255,7 +253,7 @@ class StallWatch:
             log.warning(what, authority=self._authority, peer=peer, address=unread.get(peer, "no link"))
             self._on_cut(peer)
         while lost := [peer for peer in lost if peer not in self._peers and peer in self._sender.addresses()]:
-            await asyncio.sleep(ASK_AGAIN_S)
+            await asyncio.sleep(ASK_LOST_PEER_S)
             answer = await self._silent(lost)
             for peer in set(lost).difference(answer.late, answer.mute):
                 self._on_back(peer)
@@ -436,7 +434,7 @@ class ZenohTransport(TransportBase):
     async def close(self) -> None:
         """Stop listening, let listeners take what has arrived and peers read what was sent, and close the session.
 
-        Takes CLOSE_S_MAX and LEAVE_S_MAX at most; what it could not wait for is logged.
+        Takes FLUSH_S_MAX and LEAVE_S_MAX at most; what it could not wait for is logged.
         """
         if self._renewals is not None:
             await self._renewals.stop()
@@ -451,13 +449,13 @@ class ZenohTransport(TransportBase):
         self._unprobed += sender.unprobed
         flush = self._loop.run_in_executor(sender.thread, self._flush, sender)  # after all queued messages
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S_MAX):
+            async with asyncio.timeout(FLUSH_S_MAX):
                 await asyncio.gather(self._drain(), asyncio.shield(flush))
         end_arrivals()
         if self._stalls is not None:
             self._stalls.close()
         if not flush.done():
-            log.warning(UNREAD, authority=self.authority, waited_s=CLOSE_S_MAX)
+            log.warning(UNREAD, authority=self.authority, waited_s=FLUSH_S_MAX)
         await self._leave(sender)
         self._older.forget_session()
         for peer in list(self._peers):
@@ -481,9 +479,9 @@ class ZenohTransport(TransportBase):
     def _flush(self, sender: ZenohSender) -> None:
         """On the sender thread."""
         with contextlib.suppress(zenoh.ZError):  # the session is already closed
-            unread = sender.flush(CLOSE_S_MAX)
+            unread = sender.flush(FLUSH_S_MAX)
             if unread.late:
-                log.warning(UNREAD, authority=self.authority, waited_s=CLOSE_S_MAX, peers=unread.late)
+                log.warning(UNREAD, authority=self.authority, waited_s=FLUSH_S_MAX, peers=unread.late)
             if unread.mute:
                 log.info(
                     "peers with another implementation do not confirm what they have read",
