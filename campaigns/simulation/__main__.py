@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gzip
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from campaigns.simulation.plan import KNOWN_FAULTS
 from campaigns.simulation.pool import HASH_SEED, broken_by, outcomes, prepare, run_seed
@@ -20,7 +23,26 @@ def _command(seed: int, kinds: Sequence[str]) -> str:
     return f"python -m campaigns.simulation --seed {seed}{of_kinds} -v"
 
 
+@contextlib.contextmanager
+def _opened(path: Path | None) -> Iterator[IO[bytes] | None]:
+    """The file to write records to; without the time and its name where it is compressed (.gz)."""
+    if path is None:
+        yield None
+        return
+    with path.open("wb") as file:
+        if path.suffix == ".gz":
+            with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as compressed:
+                yield compressed
+        else:
+            yield file
+
+
 def _many(arguments: argparse.Namespace) -> int:
+    with _opened(arguments.record) as records:
+        return _run_many(arguments, records)
+
+
+def _run_many(arguments: argparse.Namespace, records: IO[bytes] | None) -> int:
     began, failed, virtual_s, epochs = time.monotonic(), [], 0.0, 0
     digests: list[str] = []
     seeds = range(arguments.start, arguments.start + arguments.seeds)
@@ -31,6 +53,8 @@ def _many(arguments: argparse.Namespace) -> int:
         virtual_s += outcome.virtual_s
         epochs += outcome.epochs
         digests.append(outcome.digest)
+        if records is not None:
+            records.write(f"{outcome.record}\n".encode())
         if outcome.violations:
             failed.append(outcome)
             if not arguments.json:
@@ -51,7 +75,7 @@ def _many(arguments: argparse.Namespace) -> int:
             "start": seeds.start,
             "seconds": round(seconds, 1),
             "epochs": epochs,
-            "failed": [asdict(one) for one in failed],
+            "failed": [{name: value for name, value in asdict(one).items() if name != "record"} for one in failed],
         }
         print(json.dumps(summary | ({"digests": digests} if arguments.all else {})))
     else:
@@ -118,6 +142,7 @@ def main() -> int:
     )
     parser.add_argument("--broken", default="", help="with --seed: put this break of breaks.py in; with --breaks: only")
     parser.add_argument("--breaks", action="store_true", help="put each break of breaks.py in, and look for it")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write what was heard in each world (recording.py)")
     parser.add_argument("--all", action="store_true", help="with --json: the digest of each run")
     parser.add_argument("--json", action="store_true", help="one line of JSON in the end, and nothing else")
     arguments = parser.parse_args()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from campaigns.simulation.apps import is_application
+from campaigns.simulation.recording import Recording
 from history.records.chunk import Origin
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -129,6 +130,7 @@ class Checker:
     def __init__(self, world: Any) -> None:
         self.world = world
         self.violations: list[tuple[str, str]] = []
+        self.recording = Recording()
         self.sent: dict[Id, Sent] = {}
         self.wants: dict[tuple[str, Key], Want] = {}
         self.ever: set[tuple[str, Key]] = set()
@@ -189,6 +191,7 @@ class Checker:
         self._numbers += 1
         id = uuids.to_bytes(message.attributes.id)
         sent = self.sent[id] = Sent(self, id, self._numbers, message, self.now, self.era, is_flood, is_kept)
+        self.recording.published(sent)
         return sent
 
     def acknowledged(self, sent: Sent) -> None:
@@ -243,6 +246,7 @@ class Checker:
             self.fail("phantom", f"{hearer} heard {sent}, and never subscribed to it")
         self.owed[hearer].pop(id, None)
         times = sent.heard[hearer] = sent.heard.get(hearer, 0) + 1
+        self.recording.heard(hearer, sent, times)
         if times > 1:
             if not self._is_disturbed(sent.at, self.now, hearer):
                 self.fail("unexplained duplicate", f"{hearer} heard {sent} {times} times")

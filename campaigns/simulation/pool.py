@@ -16,7 +16,8 @@ HASH_SEED = "0"  # the order of sets must be the same in every process, so that 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one seed. `epochs`: the number of whole epochs of its readers."""
+    """The result of one seed. `epochs`: the number of whole epochs of its readers; `record`: what was heard
+    (recording.py)."""
 
     seed: int
     kind: str
@@ -24,6 +25,7 @@ class Outcome:
     virtual_s: float
     epochs: int
     violations: tuple[tuple[str, str], ...]
+    record: str
 
 
 def run_seed(
@@ -35,7 +37,9 @@ def run_seed(
     world = World(seed, verbose=verbose, without=without, kinds=kinds)
     world.run()
     epochs = world.epochs.whole if world.epochs is not None else 0
-    return Outcome(seed, world.kind, world.digest, round(world.loop.now, 3), epochs, tuple(world.checker.violations))
+    violations = tuple(world.checker.violations)
+    record = world.checker.recording.line(seed, world.kind, world.digest, len(violations))
+    return Outcome(seed, world.kind, world.digest, round(world.loop.now, 3), epochs, violations, record)
 
 
 def _work(arguments: tuple[int, frozenset[str], str, Sequence[str]]) -> Outcome:

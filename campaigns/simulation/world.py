@@ -700,6 +700,7 @@ class World:
         checker = self.checker
         await plan.heal()
         self.healed = True
+        checker.recording.begin()
         if not await self.until(self._all_ready, HEAL_S_MAX) and not checker.violations:
             for machine in self.machines.values():
                 problems = problems_of(machine)
@@ -715,6 +716,7 @@ class World:
         self._look_at_unclaimed(plan)
         if self.epochs is not None:
             await self._mark_epochs(self.epochs)
+        checker.recording.last_round()
         for publisher in self.publishers:
             for topic in publisher._topics:
                 await publisher.publish(topic)
@@ -731,6 +733,7 @@ class World:
             await self._check_recovered(self.rest)
         if self.follows:
             await self._check_followed()
+        checker.recording.end()
         await self._resend_letters()
         self.given_up = True
         for task in self.tasks:

@@ -81,9 +81,17 @@ def test_a_follower_or_a_followed_gateway_that_comes_back_with_an_emptied_folder
 
 
 @pytest.mark.parametrize("start", [9_100, 900_102])
-def test_the_same_seed_gives_the_same_run(start: int) -> None:
+def test_the_same_seed_gives_the_same_run(start: int, tmp_path: Path) -> None:
     """In another process, whose memory lies elsewhere, and after another seed."""
-    first = json.loads(simulation("--seeds", "4", "--start", str(start), "--json", "--jobs", "1", "--all").stdout)
-    second = json.loads(simulation("--seeds", "3", "--start", str(start + 1), "--json", "--jobs", "2", "--all").stdout)
+    records = [tmp_path / name for name in ("first.jsonl", "second.jsonl")]
+    options = ["--json", "--all", "--record"]
+    done = simulation("--seeds", "4", "--start", str(start), "--jobs", "1", *options, str(records[0]))
+    first = json.loads(done.stdout)
+    done = simulation("--seeds", "3", "--start", str(start + 1), "--jobs", "2", *options, str(records[1]))
+    second = json.loads(done.stdout)
     assert first["digests"][1:] == second["digests"]
     assert len(set(first["digests"])) == 4
+    lines = [record.read_bytes().splitlines(keepends=True) for record in records]
+    assert lines[0][1:] == lines[1]
+    assert [json.loads(line)["run"] for line in lines[0]] == first["digests"]
+    assert all(json.loads(line)["heard"] for line in lines[0])
