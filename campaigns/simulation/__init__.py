@@ -12,5 +12,5 @@ disk.py      SQLite on a disk that refuses, loses power and tears               
 network.py   transports.local with loss, refusals and shortages                   apps.py     applications
 machine.py   a gateway's computer, and its processes                              checker.py  what is owed, what wrong
 breaks.py    patches that bring back faults that were fixed                       recording.py  what was heard
-compare.py   two versions side by side, by what was heard
+compare.py   two versions side by side, by what was heard                         one_pump.py   a pump alone, recorded
 """

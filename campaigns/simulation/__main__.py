@@ -24,7 +24,7 @@ def _command(seed: int, kinds: Sequence[str]) -> str:
 
 
 @contextlib.contextmanager
-def _opened(path: Path | None) -> Iterator[IO[bytes] | None]:
+def _opened(path: Path | None) -> Iterator[IO[bytes] | gzip.GzipFile | None]:
     """The file to write records to; without the time and its name where it is compressed (.gz)."""
     if path is None:
         yield None
@@ -42,7 +42,7 @@ def _many(arguments: argparse.Namespace) -> int:
         return _run_many(arguments, records)
 
 
-def _run_many(arguments: argparse.Namespace, records: IO[bytes] | None) -> int:
+def _run_many(arguments: argparse.Namespace, records: IO[bytes] | gzip.GzipFile | None) -> int:
     began, failed, virtual_s, epochs = time.monotonic(), [], 0.0, 0
     digests: list[str] = []
     seeds = range(arguments.start, arguments.start + arguments.seeds)

@@ -1,9 +1,10 @@
 """Compares what was heard in the same worlds with two versions of the product.
 
-python -m campaigns.simulation.compare BEFORE AFTER        two files of `python -m campaigns.simulation --record`
+python -m campaigns.simulation.compare BEFORE AFTER        two files of `--record`, of the simulation or of one_pump.py
 
 one line for each place (a hearer, a source, perhaps a sink) whose messages differ, and a summary; exit code 1 if any
---last-round    only the messages that were published once all faults were over and nothing waited any more
+--last-round    only the messages that were published once all faults were over and nothing waited any more, where both
+                worlds want them
 --whole         also what was heard before, without its order
 """
 
@@ -98,7 +99,10 @@ def differences(
     """Compares two records of one world: each place that differs, and how. Places of `whole` are marked so."""
     chosen = of_last_round if last_round else list
     old, new = before["heard"], after["heard"]
-    for place in sorted(old.keys() | new.keys()):
+    places = old.keys() | new.keys()
+    if last_round:
+        places &= {*before.get("wanted", ())} & {*after.get("wanted", ())}
+    for place in sorted(places):
         messages = [chosen(heard[place]["messages"]) if place in heard else [] for heard in (old, new)]
         if (found := difference(*messages)) is not None:
             yield place, found

@@ -4,10 +4,12 @@ begin: all faults are over -> last_round: every publisher sends once more -> end
 
     {"seed": 7, "kind": "chain", "run": digest of all that happened, "violations": 0,
      "heard": {"L //vin1/8001/1/8001": {"digest": ..., "messages": ["vin 3", "vin 4*2", "vin +1"]}},
+     "wanted": ["L //vin1/8001/1/8001"],
      "whole": {"L //vin1/8001/1/8001": ["vin 1", "vin 3", "vin 4*2", "vin +1"]}}
 
 "heard" has what came between begin and end, in this order; `*2`: for the second time. "whole" has what came from the
-first moment to the last, in the order of publishing; `*2`: twice. A place is a hearer, a source and perhaps a sink.
+first moment to the last, in the order of publishing; `*2`: twice. A place is a hearer, a source and perhaps a sink;
+"wanted" has those of publishes that somebody wants in the last round.
 
 A message has its text as its name: the ids come from clocks and random numbers. Texts that are sent several times get
 `:2`, `:3`. In the last round the names count from 1 (`vin +1`), however many were sent before.
@@ -22,6 +24,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from uprotocol import uri as uris
+from uprotocol.uri import Key
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
 
 if TYPE_CHECKING:
     from campaigns.simulation.checker import Sent
@@ -36,12 +41,15 @@ class Recording:
         self._uses: Counter[str] = Counter()  # of a text; of a publisher in the last round
         self._heard: defaultdict[str, list[str]] = defaultdict(list)  # by place
         self._whole: defaultdict[str, Counter[bytes]] = defaultdict(Counter)  # by place: ids
+        self._wanted: list[str] = []  # places
 
     def begin(self) -> None:
         self._is_on = True
 
-    def last_round(self) -> None:
+    def last_round(self, wanted: Iterable[tuple[str, Key]]) -> None:
+        """`wanted`: the hearers of publishes, and the topics that they want now."""
         self._is_last_round = True
+        self._wanted = sorted(f"{hearer} {_written(uris.uri(*topic))}" for hearer, topic in wanted)
 
     def end(self) -> None:
         self._is_on = False
@@ -56,9 +64,7 @@ class Recording:
 
     def heard(self, hearer: str, sent: Sent, times: int) -> None:
         """`times`: this one included."""
-        attributes = sent.message.attributes
-        ends = [attributes.source, *([attributes.sink] if attributes.HasField("sink") else [])]
-        place = " ".join([hearer, *(uris.format(end).removeprefix("up:") for end in ends)])
+        place = place_of(hearer, sent.message)
         self._whole[place][sent.id] += 1
         if self._is_on:
             self._heard[place].append(_times(self._names[sent.id], times))
@@ -76,9 +82,21 @@ class Recording:
             "run": run,
             "violations": violations,
             "heard": heard,
+            "wanted": self._wanted,
             "whole": whole,
         }
         return json.dumps(content, separators=(",", ":"))
+
+
+def place_of(hearer: str, message: UMessage) -> str:
+    """Returns the place at which `hearer` hears it."""
+    attributes = message.attributes
+    ends = [attributes.source, *([attributes.sink] if attributes.HasField("sink") else [])]
+    return " ".join([hearer, *map(_written, ends)])
+
+
+def _written(uri: UUri) -> str:
+    return uris.format(uri).removeprefix("up:")
 
 
 def _times(name: str, times: int) -> str:

@@ -716,7 +716,9 @@ class World:
         self._look_at_unclaimed(plan)
         if self.epochs is not None:
             await self._mark_epochs(self.epochs)
-        checker.recording.last_round()
+        checker.recording.last_round(
+            place for place, want in checker.wants.items() if want.wanted and not (want.refused or want.unsure)
+        )
         for publisher in self.publishers:
             for topic in publisher._topics:
                 await publisher.publish(topic)
