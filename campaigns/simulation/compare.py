@@ -93,16 +93,21 @@ def of_last_round(messages: Sequence[str]) -> list[str]:
     return [message for message in messages if " +" in message]
 
 
+def places_of(before: dict[str, Any], after: dict[str, Any], *, last_round: bool = False) -> list[str]:
+    """Returns the places that are compared."""
+    places = before["heard"].keys() | after["heard"].keys()
+    if last_round:
+        places &= {*before.get("wanted", ())} & {*after.get("wanted", ())}
+    return sorted(places)
+
+
 def differences(
     before: dict[str, Any], after: dict[str, Any], *, last_round: bool = False, whole: bool = False
 ) -> Iterator[tuple[str, Difference]]:
     """Compares two records of one world: each place that differs, and how. Places of `whole` are marked so."""
     chosen = of_last_round if last_round else list
     old, new = before["heard"], after["heard"]
-    places = old.keys() | new.keys()
-    if last_round:
-        places &= {*before.get("wanted", ())} & {*after.get("wanted", ())}
-    for place in sorted(places):
+    for place in places_of(before, after, last_round=last_round):
         messages = [chosen(heard[place]["messages"]) if place in heard else [] for heard in (old, new)]
         if (found := difference(*messages)) is not None:
             yield place, found
@@ -137,7 +142,7 @@ def main() -> int:
         same_runs += old["run"] == new["run"]
         if old["violations"] or new["violations"]:
             broken.append(seed)
-        places += len(old["heard"].keys() | new["heard"].keys())
+        places += len(places_of(old, new, last_round=arguments.last_round))
         for place, found in differences(old, new, last_round=arguments.last_round, whole=arguments.whole):
             worlds.add(seed)
             counts["places"] += 1
