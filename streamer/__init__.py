@@ -1,4 +1,4 @@
-"""uStreamer: forwards UMessages between endpoints. Each step of a message's way has its room; each knows those above it.
+"""uStreamer: forwards UMessages between endpoints. Each step of a message's way has its room, which knows those above.
 
 http/        what all HTTP ports share               letters/    dead letters
 walk/        endpoint -> ingress -> flow -> log -> view -> endpoint; requests, responses: walk/sender

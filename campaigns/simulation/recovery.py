@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel
 
+import streamer.recovery_source as sources
 from campaigns.simulation.apps import Publisher
-from streamer.recovery import source as sources
 from streamer.recovery.source import Fetched, RecoveryPlugin, RecoverySource
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
