@@ -160,11 +160,17 @@ class Reloader(Part):
         tried = [network for network in networks if network.is_connected and not network.trouble]
         before = [*assembly.rules]
         assembly.rules.replace([*before, *added])
-        await assembly.networks.listen(retry=False)
+        try:
+            with contextlib.suppress(TimeoutError):  # one that does not answer is tried again
+                async with asyncio.timeout(OPEN_WAIT_S):
+                    await assembly.networks.listen(retry=False)
+        except BaseException:  # who has asked for it is gone
+            assembly.rules.replace(before)
+            raise
         refused = [network.trouble for network in tried if network.trouble and network.is_connected]
         if refused:
             assembly.rules.replace(before)
-            await assembly.networks.listen()
+            assembly.networks.listen_soon(is_back=True)  # which also forgets what was refused
             raise UStatusError(UCode.FAILED_PRECONDITION, f"a network refuses what the new rules need: {refused[0]}")
 
     # Apply

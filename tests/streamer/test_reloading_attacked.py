@@ -136,6 +136,30 @@ async def test_who_asked_may_leave(make_world: MakeWorld) -> None:
     assert await reload(world, new) == []
 
 
+@pytest.mark.parametrize("is_given_up", [False, True])
+async def test_a_network_that_does_not_answer_keeps_no_rule_from_being_added(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, is_given_up: bool
+) -> None:
+    """Unless who has asked for it is gone before it was taken over: then nothing has changed."""
+    monkeypatch.setattr(reloading, "OPEN_WAIT_S", 20.0 if is_given_up else 0.1)
+    world = await make_world(TWO, AT_CLOUD, '[[rule]]\nfrom = "cloud"\nto = "vehicle"\n')
+    asked = asyncio.Event()
+
+    async def hang(*_: Any) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(world.assembly.home.transport, "register_listeners", hang)
+    adding = asyncio.create_task(world.change_rule("vehicle", "cloud", {}))
+    await asked.wait()
+    assert world.streamer.config.rule[1:] == [], "it is not in force yet"
+    if is_given_up:
+        adding.cancel()
+    await asyncio.wait({adding})
+    assert (world.assembly.rules.between("vehicle", "cloud") is None) == is_given_up
+    assert len(world.streamer.config.rule) == 2 - is_given_up
+
+
 async def test_a_port_that_was_taken_meanwhile_is_given_up_by_the_next_reload(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
