@@ -68,14 +68,14 @@ class FollowingChecker:
         """Called often: since when does the hub follow?"""
         origin, hub = self._world.machines["V"].streamer, self._world.machines["C"].streamer
         if self._after is None and origin is not None and hub is not None and self._world.are_followed():
-            self._after = origin.logs.durable.incarnation, origin.logs.durable.newest_seq
+            self._after = origin.assembly.logs.durable.incarnation, origin.assembly.logs.durable.newest_seq
 
     async def missing(self) -> list[str]:
         """Compares the logs of both gateways, which run."""
         origin, hub = self._world.machines["V"].streamer, self._world.machines["C"].streamer
         if origin is None or hub is None:
             return []
-        there, here = origin.logs.durable, hub.logs.durable
+        there, here = origin.assembly.logs.durable, hub.assembly.logs.durable
         after = self._after
         if after is None or after[0] != there.incarnation or self.is_excused or self._world.checker.allowed_gaps:
             return []
@@ -105,7 +105,7 @@ class FollowingChecker:
         origin = self._world.machines["V"].streamer
         assert origin is not None
         if self._after is not None:
-            self._after = origin.logs.durable.incarnation, 0
+            self._after = origin.assembly.logs.durable.incarnation, 0
         for places in self._world.checker.places.values():
             places[:] = [one for one in places if one[0] != "C"]
 

@@ -767,7 +767,9 @@ class World:
         await asyncio.sleep(EPOCHS_S)  # nobody closes the last bucket: it times out
         if self.machines["V"].streamer is not None:
             streamers = {name: machine.streamer for name, machine in self.machines.items()}
-            epochs.logs_of = {name: {log.incarnation for log in one.logs} for name, one in streamers.items() if one}
+            epochs.logs_of = {
+                name: {log.incarnation for log in one.assembly.logs} for name, one in streamers.items() if one
+            }
             await epochs.learn(self._logs_of_keepers())
             await self.until(lambda: not any(map(epochs.owed, epochs.readers)), EPOCHS_S)
             epochs.finish()
@@ -877,9 +879,11 @@ class World:
     def are_followed(self) -> bool:
         """The vehicle's gateway has handed over, and the hub is connected."""
         hub, vehicle = self.machines["C"].streamer, self.machines["V"].streamer
-        is_there = vehicle is not None and bool(vehicle.handovers.followed)
+        is_there = vehicle is not None and bool(vehicle.assembly.handovers.followed)
         return (
-            is_there and hub is not None and any(one.is_gateway and one.state == "handed_over" for one in hub.follows)
+            is_there
+            and hub is not None
+            and any(one.is_gateway and one.state == "handed_over" for one in hub.assembly.follows)
         )
 
     async def _check_following(self) -> None:
