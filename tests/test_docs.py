@@ -167,7 +167,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ]),
     ("benchmarks", '"Flat" is # times', 1, ["campaigns.bench.targets:FLAT"]),
     ("configuration", "for up to # s before something is dropped", 1, ["streamer.walk.flow:HOLD_S"]),
-    ("configuration", "Without both, # for an endpoint with a `suffix`", 1, ["streamer.parts:PACE_OUTSIDE_PER_S"]),
+    ("configuration", "Without both, # for an endpoint with a `suffix`", 1, ["streamer.building:PACE_OUTSIDE_PER_S"]),
     ("configuration", "# seconds of it may come at once, and # seconds of what the durable log keeps", 1, [
         "streamer.walk.ledger:BURST_S", "streamer.walk.ledger:BACKLOG_S",
     ]),

@@ -33,7 +33,6 @@ LONG_OBJECTS: Final = {  # file:class -> why it is more than house.OBJECT_LINES_
     "transports/local.py:LocalTransport": "the same",
     "streamer/walk/hosted.py:HostedTransport": "the same",
     "transports/dds/writers.py:Writers": "one thread's writers: queues, acknowledgements and absence share their state",
-    "history/log/log.py:Log": "the one door to a log: what has state of its own is in objects that it has",
     "streamer/following/followed.py:Followed": "one conversation: its methods share one position and one backlog",
     "streamer/following/follows.py:Follows": "all conversations: their choice and their common intake",
     "usubscription_client/sources.py:ServiceInterest": "one conversation with a uSubscription",

@@ -37,14 +37,14 @@ AWAY: Final = (0.0, 0.02, 0.2)  # how often a batch is cut off, or a message fai
 
 
 class _Recorded(Network):
-    """`notes` has everything that was sent, and `heard` what was taken, by place."""
+    """`lines` has everything that was sent, and `heard` what was taken, by place."""
 
     run: _Run
 
     def __init__(self, draw: random.Random, loop: VirtualLoop) -> None:
         super().__init__(draw, draw.choice(AWAY), is_far=draw.random() < 0.5)
         self._loop = loop
-        self.notes: list[str] = []
+        self.lines: list[str] = []
         self.heard: defaultdict[str, list[str]] = defaultdict(list)
         self._times: Counter[str] = Counter()
 
@@ -52,7 +52,7 @@ class _Recorded(Network):
         statuses = await super().send_batch(messages)
         for message, status in zip(messages, statuses, strict=True):
             text = message.payload.decode()
-            self.notes.append(f"{text} {status.code}")
+            self.lines.append(f"{text} {status.code}")
             if not status.code:
                 self._times[text] += 1
                 times = f"*{self._times[text]}" if self._times[text] > 1 else ""
@@ -61,7 +61,7 @@ class _Recorded(Network):
         return statuses
 
     def note_rows(self) -> None:
-        self.notes.append(f"{self._loop.now:.6f} {sorted(self.run._log.cursors.all().items())}")
+        self.lines.append(f"{self._loop.now:.6f} {sorted(self.run._log.cursors.all().items())}")
 
 
 def line_of(seed: int) -> str:
@@ -85,7 +85,7 @@ def line_of(seed: int) -> str:
             loop.finish([])
             asyncio.set_event_loop(None)
     heard: dict[str, Any] = {place: {"messages": messages} for place, messages in sorted(network.heard.items())}
-    run = hashlib.blake2b("\n".join([*network.notes, fault]).encode(), digest_size=16).hexdigest()
+    run = hashlib.blake2b("\n".join([*network.lines, fault]).encode(), digest_size=16).hexdigest()
     content = {"seed": seed, "kind": "pump", "run": run, "violations": int(bool(fault)), "heard": heard}
     return json.dumps(content, separators=(",", ":"))
 

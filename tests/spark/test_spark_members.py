@@ -83,7 +83,7 @@ usubscription = "none"
             await running
 
         self.stack.push_async_callback(stop)
-        await asyncio.wait_for(gateway.ready.wait(), WAIT_S)
+        await asyncio.wait_for(gateway.assembly.ready.wait(), WAIT_S)
         network = LocalNetwork.named(f"{self.number}-{authority}")
         publisher = LocalTransport.on(network, LocalUriProvider(authority, 0x8001, 1))
         self.publishers[authority] = await self.stack.enter_async_context(publisher)
@@ -168,9 +168,11 @@ async def test_gateways_that_announce_themselves_are_read(depot: Depot) -> None:
     depot.assert_once()
     assert not any("away" in lag for lag in planner.fleet.lag().values())
     for gateway in depot.gateways.values():
-        assert not gateway.handovers.followed
-        assert not any(pump.plans.is_followed for pump in gateway.pumps)
-        assert not [one for pump in gateway.pumps for one in pump.log.cursors.seqs() if one.startswith("followed:")]
+        assert not gateway.assembly.handovers.followed
+        assert not any(pump.plans.is_followed for pump in gateway.assembly.pumps)
+        assert not [
+            one for pump in gateway.assembly.pumps for one in pump.log.cursors.seqs() if one.startswith("followed:")
+        ]
 
 
 @full

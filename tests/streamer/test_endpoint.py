@@ -136,16 +136,16 @@ async def test_a_faulty_endpoint_is_its_own_trouble(
 
     monkeypatch.setattr(transport, when, fails)
     world.running = asyncio.create_task(real.run())
-    await asyncio.wait_for(real.ready.wait(), 20)
+    await asyncio.wait_for(real.assembly.ready.wait(), 20)
     vehicle = await world.node("vehicle", "vehicle1")
     cloud, mcu = await world.node("cloud", "cloud", 0x9001), await world.node("mcu", "mcu1", 0x9001)
     at_cloud, at_mcu = await world.hear(cloud, uris.parse(topic)), await world.hear(mcu, uris.parse(topic))
     await vehicle.send_batch([publish(topic, str(number)) for number in range(3)])
     assert [message.payload for message in await at_cloud.expect(3)] == [b"0", b"1", b"2"]
-    await world.until(lambda: any("of the plugin" in problem for problem in real.problems()))
+    await world.until(lambda: any("of the plugin" in problem for problem in real.parts.problems()))
     broken.clear()
     assert [message.payload for message in await at_mcu.expect(3)] == [b"0", b"1", b"2"]
-    await world.until(lambda: not any("of the plugin" in problem for problem in real.problems()))
+    await world.until(lambda: not any("of the plugin" in problem for problem in real.parts.problems()))
 
 
 async def _create(world: Any) -> Any:
