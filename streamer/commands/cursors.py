@@ -16,14 +16,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal
 
 import typer
 
 from history.file.load import Cursor
 from history.file.rows import CURSOR
 from history.log.log import Log
-from history.records.chunk import SEQ_MAX, Stream, is_publish, unpack_streams
+from history.records.chunk import Stream, is_publish, unpack_streams
 from history.service.consumers import CURSOR_PREFIX as CONSUMER_PREFIX
 from history.service.consumers import owner_of, owners
 from storage.disk import REAL_DISK
@@ -32,7 +32,8 @@ from streamer.commands import terminal
 from streamer.commands.letters import moment_ms
 from streamer.commands.options import AsJson, DataDir, endpoints
 from streamer.egress import claims, skipping
-from streamer.egress.claims import Listed, Waiting
+from streamer.egress.claims import Listed
+from streamer.egress.positions import Positions
 from streamer.egress.rows import HOLDER, endpoints_of, parsed, row, units_of
 from streamer.operating import control
 from uprotocol import uri as uris
@@ -167,13 +168,13 @@ def listed(path: Path) -> list[Listed]:
     rows, newest, oldest = _rows(path)
     found = {name: Cursor(seq, lease, bool(holds), *rest) for name, seq, lease, holds, *rest in rows}
     seqs = {name: one.seq for name, one in found.items()}
-    waiting = {name: _waiting(path, Waiting(name, seqs), newest, oldest) for name in endpoints_of(seqs, "egress")}
+    waiting = {name: _waiting(path, Positions.of(seqs, name), newest, oldest) for name in endpoints_of(seqs, "egress")}
     return claims.listed(found, waiting)
 
 
-def _waiting(path: Path, waiting: Waiting, newest: int, oldest: int) -> int:
+def _waiting(path: Path, positions: Positions, newest: int, oldest: int) -> int:
     """Returns how many records wait for an endpoint. Raises as `listed`."""
-    first = min(max(waiting.first, oldest - 1), newest)
+    first = min(max(positions.first, oldest - 1), newest)
     to, records, kinds = min(newest, first + claims.COUNTED_MAX), 0, dict[int, bool]()
     query = "SELECT first_seq, substr(data, 1, 4 * records) FROM chunk WHERE first_seq BETWEEN ? AND ?"
     with _looked_into(path) as db:
@@ -182,7 +183,7 @@ def _waiting(path: Path, waiting: Waiting, newest: int, oldest: int) -> int:
             kinds[id] = is_publish(Stream(id, b"", sink))
         for first_seq, packed in db.execute(query, (start, to)):
             for seq, stream in enumerate(unpack_streams(packed), first_seq):
-                after = waiting.after(stream, is_publish=kinds.get(stream, True))
+                after = positions.after(stream, is_publish=kinds.get(stream, True))
                 records += first < seq <= to and seq > after
     return records + newest - to
 
@@ -252,12 +253,14 @@ async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False, 
     async with await _open(path, runtime) as log:
         rows = log.cursors.all()
         _require(rows, old)
-        leaves, heir = Place.of(rows, old), Place.of(rows, new)
-        assert leaves is not None, "it is required"
-        if heir is not None and not out_of_order:
-            began = rows[row("began", new)].seq if row("began", new) in rows else leaves.seq
-            await _require_order(log, old, leaves, new, began, heir.seq)
-        both = leaves if heir is None else leaves.earliest(heir)
+        seqs = log.cursors.seqs()
+        both = leaves = Positions.of(seqs, old)
+        if row("egress", new) in rows:
+            heir = Positions.of(seqs, new)
+            if not out_of_order:
+                began = seqs.get(row("began", new), leaves.overall)
+                await _require_order(log, old, leaves, new, began, heir.overall)
+            both = leaves.earliest(heir)
         followers = endpoints_of(rows, "followed")
         acknowledged = [followers[name].seq for name in (old, new) if name in followers]
         for pushed, followed in ((old, new), (new, old)):
@@ -275,56 +278,25 @@ async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False, 
                 log.cursors.set(row("follower", new, service), cursor.seq)
         log.cursors.set(row("egress", new), min(own), holds=True, holder=HOLDER)
         owed = units_of(rows, "owed", old) | units_of(rows, "owed", new)
-        for stream, seq in both.parked.items():
-            kind: Literal["owed", "parked"] = "owed" if acknowledged and stream in owed else "parked"
+        for stream, seq in both.streams.items():
+            kind: Literal["owed", "parked"] = "owed" if acknowledged and str(stream) in owed else "parked"
             log.cursors.set(row(kind, new, stream), seq, holds=True, holder=HOLDER)
-        for unit, seq in both.held.items():
+        for unit, seq in both.addresses.items():
             log.cursors.set(row("held", new, unit), seq, holder=HOLDER)
     return next(one for one in listed(path) if one.endpoint == new)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The seqs up to which an endpoint, or the one who follows for it, has every record: overall, by stream that is
-    parked or owed to the follower, and by held address."""
-
-    seq: int
-    parked: dict[str, int]
-    held: dict[str, int]
-
-    @classmethod
-    def of(cls, rows: Mapping[str, Cursor], endpoint: str) -> Self | None:
-        """Returns None if `endpoint` has no cursor."""
-        if row("egress", endpoint) not in rows:
-            return None
-        seqs = {name: cursor.seq for name, cursor in rows.items()}
-        own = [seqs[name] for name in (row("egress", endpoint), row("followed", endpoint)) if name in seqs]
-        parked, owed = units_of(seqs, "parked", endpoint), units_of(seqs, "owed", endpoint)
-        streams = {unit: min(parked.get(unit, SEQ_MAX), owed.get(unit, SEQ_MAX)) for unit in parked.keys() | owed}
-        return cls(min(own), streams, units_of(seqs, "held", endpoint))
-
-    def earliest(self, other: Place) -> Place:
-        """Returns the lower of both seqs, overall, by stream and by address: a topic may be parked for only one."""
-
-        def both(mine: dict[str, int], others: dict[str, int]) -> dict[str, int]:
-            return {
-                one: min(mine.get(one, self.seq), others.get(one, other.seq)) for one in mine.keys() | others.keys()
-            }
-
-        return Place(min(self.seq, other.seq), both(self.parked, other.parked), both(self.held, other.held))
 
 
 async def _require_no_publishes(log: Log, pushed: str, followed: str, new: str) -> None:
     """Raises FAILED_PRECONDITION if publishes wait for endpoint `pushed`, since who follows behind `followed` would
     never read them. `new` is the one of both that is configured."""
-    waiting, newest = Waiting(pushed, log.cursors.seqs()), log.newest_seq
+    positions, newest = Positions.of(log.cursors.seqs(), pushed), log.newest_seq
 
     def after(stream: int) -> int | None:  # any publish may wait for a held address
-        return min(waiting.after_in(log, stream), waiting.held) if is_publish(log.stream(stream)) else None
+        return min(positions.after_in(log, stream), positions.first_held) if is_publish(log.stream(stream)) else None
 
-    first = min(waiting.first, waiting.held, newest)
+    first = min(positions.first_of_all, newest)
     if records := (await skipping.count(log, first, newest, after)).records:
-        count = f"{records} publishes wait" if waiting.held == SEQ_MAX else f"up to {records} publishes wait"
+        count = f"{records} publishes wait" if not positions.addresses else f"up to {records} publishes wait"
         what = f"{count} for {pushed!r}, and who is behind {followed!r} follows our history: it reads by itself"
         how = f"take followed_by from {new!r}, start and stop the streamer, adopt them, and give followed_by back once"
         if pushed == new:
@@ -334,15 +306,14 @@ async def _require_no_publishes(log: Log, pushed: str, followed: str, new: str) 
         raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}, and from where it is. {how} they have left")
 
 
-async def _require_order(log: Log, old: str, leaves: Place, new: str, began: int, read: int) -> None:
+async def _require_order(log: Log, old: str, leaves: Positions, new: str, began: int, read: int) -> None:
     """Raises FAILED_PRECONDITION if `new`, which got the seqs after `began` up to `read`, has newer records of a topic
     of which records wait for `old`."""
     if read <= began:
         return
     # records of any topic may wait for a held address
-    after = min([leaves.seq, *leaves.held.values()])
-    waits = {int(stream) for stream in leaves.parked} | await _streams(log, after, began)
-    newer = await _streams(log, max(began, leaves.seq), read)
+    waits = leaves.streams.keys() | await _streams(log, min(leaves.overall, leaves.first_held), began)
+    newer = await _streams(log, max(began, leaves.overall), read)
     if overtaken := sorted(uris.format(log.stream(one).source) for one in waits & newer if log.knows_stream(one)):
         raise UStatusError(
             UCode.FAILED_PRECONDITION,
@@ -388,13 +359,11 @@ async def _skip(path: Path, endpoint: str, to_ms: int, *, dry_run: bool) -> dict
         if row("followed", endpoint) in rows:
             what = f"endpoint {endpoint!r} follows our history, and reads publishes by itself: have it skip there"
             raise UStatusError(UCode.FAILED_PRECONDITION, what)
-        place = Place.of(rows, endpoint)
-        assert place is not None, "it is required"
-        to = await log.seq_before_time(to_ms)
-        first = min([place.seq, *place.held.values()])  # records of any topic may wait for a held address
-        after = min([first, *place.parked.values()])
-        parked = {int(stream): seq for stream, seq in place.parked.items()}
-        found = await skipping.count(log, after, to, lambda stream: min(first, parked.get(stream, first)))
+        positions = Positions.of(log.cursors.seqs(), endpoint)
+        to, after = await log.seq_before_time(to_ms), positions.first_of_all
+        first = min(positions.overall, positions.first_held)  # records of any topic may wait for a held address
+        streams = positions.streams
+        found = await skipping.count(log, after, to, lambda stream: min(first, streams.get(stream, first)))
         if not dry_run and to > after:
             for name, cursor in rows.items():
                 named = parsed(name)

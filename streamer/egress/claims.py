@@ -21,10 +21,11 @@ import structlog
 
 from history.file.load import Cursor
 from history.log.log import Log
-from history.records.chunk import SEQ_MAX, is_publish
+from history.records.chunk import is_publish
 from streamer.egress import skipping
+from streamer.egress.positions import Positions
 from streamer.egress.pump import Pump
-from streamer.egress.rows import WAITING, endpoints_of, parsed, row, units_of
+from streamer.egress.rows import WAITING, endpoints_of, parsed, row
 from streamer.reporting import Condition, Reporter, Sample
 from streamer.walk.endpoint import Endpoint
 from uprotocol.status import UStatusError
@@ -34,36 +35,6 @@ COUNTED_MAX: Final = 200_000  # records that `cursors list` looks at for one end
 WARNING: Final = 0.9  # share of the limit; beyond it readiness says that the claim will end
 
 log = structlog.get_logger()
-
-
-class Waiting:
-    """Up to where an endpoint has had each stream of a log, by the log's cursors: publishes as far as its follower has
-    acknowledged them, if it has one; topics that are held as far as they are. It has no record of which of the others
-    somebody there wants: all of them count. Nor of the streams that wait for a held address: these records do not
-    count, and all are after `held`."""
-
-    def __init__(self, endpoint: str, seqs: Mapping[str, int]) -> None:
-        self._others = seqs.get(row("egress", endpoint), SEQ_MAX)
-        self._publishes = seqs.get(row("followed", endpoint), self._others)
-        self._streams: dict[int, int] = {}
-        self.held = min(units_of(seqs, "held", endpoint).values(), default=SEQ_MAX)
-        for kind in ("parked", "owed"):
-            for unit, seq in units_of(seqs, kind, endpoint).items():
-                stream = int(unit)
-                self._streams[stream] = min(seq, self._streams.get(stream, seq))
-
-    @property
-    def first(self) -> int:
-        """Returns the seq after which the first record that waits may be."""
-        return min([self._others, self._publishes, *self._streams.values()])
-
-    def after(self, stream: int, *, is_publish: bool) -> int:
-        """Returns the seq up to which it has had a stream."""
-        had = self._publishes if is_publish else self._others
-        return min(had, self._streams.get(stream, had))
-
-    def after_in(self, source: Log, stream: int) -> int:
-        return self.after(stream, is_publish=source.knows_stream(stream) and is_publish(source.stream(stream)))
 
 
 @dataclass(slots=True)
@@ -82,30 +53,29 @@ class Unclaimed:
         """Count what has come, or count again after cursors have moved."""
         source, cursors = self.log, self.log.cursors
         seqs = {name: seq for name in self.names if (seq := cursors.seq(name)) is not None}
-        waiting, newest = Waiting(self.endpoint, seqs), source.newest_seq
+        positions, newest = Positions.of(seqs, self.endpoint), source.newest_seq
         if seqs != self._seqs:
-            self._seqs, self.records, self._counted_to = seqs, 0, min(max(waiting.first, source.floor_seq), newest)
+            self._seqs, self.records, self._counted_to = seqs, 0, min(max(positions.first, source.floor_seq), newest)
         chunks = source.tail(self._counted_to)
         if chunks is None:
             chunks = source.tail(source.in_memory_after) or []
             self.records += source.in_memory_after - self._counted_to
         for chunk in chunks:
-            after = {stream: max(self._counted_to, waiting.after_in(source, stream)) for stream in chunk.stream_set}
+            after = {stream: max(self._counted_to, positions.after_in(source, stream)) for stream in chunk.stream_set}
             self.records += sum(seq > after[stream] for seq, stream in zip(chunk.seqs, chunk.streams, strict=True))
         self._counted_to = newest
 
     async def count(self) -> None:
         """Count all again, also those that are not in memory. Raises UStatusError."""
-        seqs, records, waiting = self._seqs, self.records, Waiting(self.endpoint, self._seqs)
-        found = await skipping.count(self.log, waiting.first, self._counted_to, partial(waiting.after_in, self.log))
+        seqs, records, positions = self._seqs, self.records, Positions.of(self._seqs, self.endpoint)
+        found = await skipping.count(self.log, positions.first, self._counted_to, partial(positions.after_in, self.log))
         if seqs is self._seqs:
             self.records += found.records - records
 
     @property
     def first(self) -> int:
         """Returns the seq after which the first record that waits may be."""
-        waiting = Waiting(self.endpoint, self._seqs)
-        return min(waiting.first, waiting.held)
+        return Positions.of(self._seqs, self.endpoint).first_of_all
 
     @property
     def topics(self) -> int:
@@ -140,14 +110,14 @@ def listed(rows: Mapping[str, Cursor], records: Mapping[str, int]) -> list[Liste
 async def count(source: Log, endpoint: str, pump: Pump | None = None) -> int:
     """Returns how many records wait for an endpoint. With its pump, only those that somebody there wants count. Raises
     UStatusError."""
-    waiting, newest = Waiting(endpoint, source.cursors.seqs()), source.newest_seq
+    positions, newest = Positions.of(source.cursors.seqs(), endpoint), source.newest_seq
 
     def after(stream: int) -> int | None:
         if pump is not None and not (pump.plans.is_followed and is_publish(source.stream(stream))):
             return skipping.waits_after(pump, stream)
-        return waiting.after_in(source, stream)
+        return positions.after_in(source, stream)
 
-    first = min(waiting.first, newest)
+    first = min(positions.first, newest)
     to = min(newest, first + COUNTED_MAX)
     return (await skipping.count(source, first, to, after)).records + newest - to
 

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import structlog
 
 from history.log.log import Log
+from streamer.egress.positions import Positions, lowest
 from streamer.egress.pump import Pump
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.status import UStatusError
@@ -57,10 +58,11 @@ async def count(source: Log, after: int, to: int, waits_after: Callable[[int], i
     return Skipped(source.name, start, to, records, len(streams))
 
 
-def oldest_waiting(pump: Pump) -> int:
-    """Returns the seq after which the oldest record waits, also in a hold."""
-    topics = min([hold.after for hold in pump.topic_holds.values()], default=pump.cursor)
-    return min(pump.cursor, topics, *[hold.after for hold in pump.address_holds.values()])
+def positions_of(pump: Pump) -> Positions:
+    """Returns what the peer has had, as it is in memory."""
+    topics = {stream: hold.after for stream, hold in pump.topic_holds.items()}
+    addresses = {unit: hold.after for unit, hold in pump.address_holds.items()}
+    return Positions(pump.cursor, pump.cursor, lowest(topics, pump.owed), addresses)
 
 
 def waits_after(pump: Pump, stream: int) -> int | None:
@@ -87,7 +89,7 @@ async def skip(pumps: Sequence[Pump], to_ms: int, *, dry_run: bool) -> list[Skip
     found = []
     for pump in pumps:
         to = await pump.log.seq_before_time(to_ms)
-        after = oldest_waiting(pump)
+        after = positions_of(pump).first_of_all
         one = await count(pump.log, after, to, partial(waits_after, pump))
         if not dry_run and to > after:
             await pump.between_batches(partial(pump.holding.skip, to))

@@ -22,6 +22,7 @@ from history.log.log import Log
 from history.records.witness import seqs_of
 from streamer.egress.pump import Pump
 from streamer.egress.rows import HOLDER, parsed, row, units_of
+from streamer.egress.skipping import positions_of
 from streamer.reporting import Condition, Reporter, Sample
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.paused import Paused
@@ -225,7 +226,7 @@ class HandOvers(Reporter):
             what = f"topics wait for endpoint {name!r}, and this follower does not read what is held (takes_held)"
             raise UStatusError(UCode.UNAVAILABLE, f"{what}: nothing can be handed over before they have left")
         for pump in self._pumps[name]:
-            if not pump.plans.is_followed and _waits_after(pump) < read.get(pump.log.incarnation, 0):
+            if not pump.plans.is_followed and positions_of(pump).first_of_all < read.get(pump.log.incarnation, 0):
                 what = f"publishes wait for endpoint {name!r} from before the position of this follower"
                 raise UStatusError(UCode.UNAVAILABLE, f"{what}: nothing can be handed over before they have left")
         for pump in self._pumps[name]:
@@ -382,13 +383,6 @@ def _rows_of(source: Log, whose: str) -> dict[str, int]:
     """Returns whether the service `whose` has acknowledged something, by the endpoint behind which it follows."""
     followers = ((parsed(name), seq) for name, seq in source.cursors.seqs().items() if name.startswith("follower:"))
     return {named.endpoint: seq for named, seq in followers if named is not None and named.unit == whose}
-
-
-def _waits_after(pump: Pump) -> int:
-    """Returns the seq after which the first record that waits may be."""
-    topics, addresses = pump.topic_holds.values(), pump.address_holds.values()
-    held = [*(one.after for one in topics), *(one.after for one in addresses)]
-    return min([pump.cursor, *pump.owed.values(), *held])
 
 
 def _held_topics(pump: Pump, before: int | None) -> list[HeldTopic]:
