@@ -21,6 +21,7 @@ from typing import Final
 import structlog
 
 from history.records.chunk import Scan
+from streamer.egress.hold_state import RETURNING, TAKEN
 from streamer.egress.holds import AddressHold
 from streamer.egress.plans import Plans, items_of
 from streamer.letters.dead_letter import DeadLetters
@@ -278,7 +279,7 @@ class CatchUp:
             if (held := self._topic_holds.get(stream)) is not None:
                 targets[stream] = tuple(one._replace(since=max(one.since, held.after)) for one in those)
         topics = set(targets)
-        taken = [hold for hold in self.taken if hold.is_taken and not hold.is_over]
+        taken = [hold for hold in self.taken if hold.progress.state is TAKEN]
         for hold in taken:
             self._address_holds.begin_return(hold)
             for stream, more in (await self._targets_in(hold)).items():
@@ -344,7 +345,7 @@ class CatchUp:
                 self._plans.by_stream.pop(stream, None)
                 self.recheck[stream] = None
         for hold in addresses:
-            if hold.is_returning and not hold.is_over:
+            if hold.progress.state is RETURNING:
                 self._release(hold)
         return True
 
@@ -450,7 +451,7 @@ class CatchUp:
 
     def sent_of_hold(self, hold: AddressHold) -> int:
         """Returns the seq up to which the records of this hold have left."""
-        return max(hold.after, self.position) if hold.is_returning else hold.after
+        return max(hold.after, self.position) if hold.progress.state is RETURNING else hold.after
 
     def sent_of_topic(self, stream: int) -> int:
         """Returns the seq up to which the records of this topic, which is held, have left."""

@@ -16,6 +16,7 @@ import structlog
 
 from history.records.chunk import is_publish
 from streamer.egress.catch_up import Aside, CatchUp
+from streamer.egress.hold_state import RETURNING
 from streamer.egress.holds import AddressHold, Kind, OwedTopics
 from streamer.egress.plans import Plans
 from streamer.walk.paused import Pause, Paused
@@ -146,7 +147,7 @@ class Holding:
             if known is not None:
                 if not known.is_waiting:
                     streams |= known.streams
-                    if known.is_returning:
+                    if known.progress.state is RETURNING:
                         first[known] = self._plans.read
                 # streams without a record in the hold would go on to send to its address
                 is_shared |= known.unit[0] == "=" and bool(known.streams) and item[2] not in known.streams

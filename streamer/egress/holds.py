@@ -34,6 +34,7 @@ import structlog
 
 from history.log.cursors import CURSORS_MAX
 from history.log.log import Log
+from streamer.egress.hold_state import NEW, OVER, TRYING, WAITING, Event, HoldProgress, begun, step
 from streamer.egress.rows import HOLDER, row, units_of
 from streamer.walk.sender import QueuedRecord
 from streamer.walk.view import Target
@@ -51,8 +52,6 @@ COVERED_MAX: Final = 20_000
 COUNTED_MAX: Final = 1 << 20  # seqs of one peer that are counted, 8 bytes each; of more a part is known ("at least")
 DUE_MAX: Final = 8 * ADDRESSES_MAX  # scheduled times, including outdated ones
 HEADS_BYTES_MAX: Final = 4 << 20  # of first messages in memory; the others are read from the log
-RETRY_S_MIN: Final = 1.0  # until the first message of a hold is tried again; doubled each time
-RETRY_S_MAX: Final = 60.0
 YOUNG_S: Final = 1.0  # a younger hold has no row, and the pump's cursor waits: a subscriber is often a moment late
 YOUNG_MAX: Final = 64
 HELD_HOURS: Final = 24.0  # longest wait of messages that a network refuses, or nobody listens to
@@ -207,16 +206,10 @@ class AddressHold:
     are_counted: bool = True  # False: more records wait than `counted` has
     head: QueuedRecord | None = None  # the first message that waits, if it is in memory
     was_heard: bool = False  # somebody has listened there in this process
-    tries: int = 0
-    due_at: float = 0.0  # loop time of the next try
-    is_trying: bool = False  # its first message is under way
-    tried: int = 0  # seq of that message; less, if an earlier one was refused meanwhile
-    is_taken: bool = False  # that message was taken: the rest is read back soon
-    is_returning: bool = False  # the rest is being read back and sent
+    progress: HoldProgress = NEW
+    tried: int = 0  # seq of the message that is tried; less, if an earlier one was refused meanwhile
     saved_s: float = 0.0  # how long it had waited when it was last saved
     has_row: bool = False
-    is_over: bool = False  # not held any more
-    is_woken: bool = False  # to be tried as soon as the message under way is answered
 
     @property
     def label(self) -> Label:
@@ -228,7 +221,11 @@ class AddressHold:
 
     @property
     def is_waiting(self) -> bool:
-        return not (self.is_taken or self.is_returning or self.is_over)
+        return self.progress.state in (WAITING, TRYING)
+
+    @property
+    def is_over(self) -> bool:
+        return self.progress.state is OVER
 
     @property
     def name(self) -> str:
@@ -312,11 +309,11 @@ class AddressHolds(dict[str, AddressHold]):
                 UCode.UNAVAILABLE if kind == "unheard" else UCode.PERMISSION_DENIED,
                 now - cursor.absent_ms / 1000,
                 is_loaded=True,
-                has_row=True,
+                progress=begun(now),
                 saved_s=cursor.absent_ms / 1000,
+                has_row=True,
             )
             self._add(hold)
-            hold.due_at = now + RETRY_S_MIN
             self._push(hold)
 
     @property
@@ -365,19 +362,19 @@ class AddressHolds(dict[str, AddressHold]):
             if known.kind != kind:
                 self._change_kind(known, kind)
                 self._log_hold(known)
-        is_again = was_tried or not known.is_waiting
-        if is_again:
-            known.is_trying = known.is_taken = known.is_returning = False
         if not was_tried:
             self.wait_behind(known, item)
-        if is_again or known.due_at <= now:
-            wait_s = 0.0 if known.is_woken else min(RETRY_S_MIN * 2.0 ** min(known.tries, 10), RETRY_S_MAX)
-            known.due_at, known.is_woken = now + wait_s, False
-            known.tries += 1
-            if known.has_row and now - known.began >= known.saved_s + NOTE_S:
-                self._save(known)
-            self._push(known)
+        is_put_off = self._apply(known, Event.TRIAL_NOT_TAKEN if was_tried else Event.NOT_TAKEN)
+        if is_put_off and known.has_row and now - known.began >= known.saved_s + NOTE_S:
+            self._save(known)
         return known
+
+    def _apply(self, hold: AddressHold, event: Event) -> bool:
+        """Have the table of states change a hold. Returns whether it is tried at another time now."""
+        hold.progress, is_put_off = step(hold.progress, event, self._time())
+        if is_put_off:
+            self._push(hold)
+        return is_put_off
 
     def _new(
         self, address: str, authority: str, after: int, status: UStatus, kind: Kind, now: float, was_heard: bool
@@ -454,7 +451,7 @@ class AddressHolds(dict[str, AddressHold]):
         self._heads_bytes += len(merged.head[1].payload) if merged.head is not None else 0
         self.merges += 1
         self._add(merged)
-        merged.due_at = self._time() + RETRY_S_MIN
+        merged.progress = begun(self._time())
         self._push(merged)
         self._save(merged)
         what = "many addresses are held: they are held as one from now on"
@@ -485,7 +482,7 @@ class AddressHolds(dict[str, AddressHold]):
 
     def passed(self, hold: AddressHold, seq: int, stream: int) -> None:
         """Have the record `seq` of `stream` wait in `hold`."""
-        if hold.is_over:
+        if hold.progress.state is OVER:
             return  # it was merged into a unit whose position is not later than its own
         self._count_record(hold, seq, stream)
         hold.tried = min(hold.tried, seq)
@@ -519,7 +516,7 @@ class AddressHolds(dict[str, AddressHold]):
 
     def begin_return(self, hold: AddressHold) -> None:
         """Note that everything in `hold` is read back and sent from now on. What is refused again counts again."""
-        hold.is_taken, hold.is_returning = False, True
+        self._apply(hold, Event.READ_BACK)
         self._uncount_all(hold)
 
     def _uncount_all(self, hold: AddressHold) -> None:
@@ -549,8 +546,8 @@ class AddressHolds(dict[str, AddressHold]):
                 continue
             if hold.unit in self._young and now >= hold.began + YOUNG_S:
                 self._save(hold)
-            if hold.is_waiting and not hold.is_trying and hold.due_at <= now:
-                hold.is_trying = True
+            if hold.progress.state is WAITING and hold.progress.due_at <= now:
+                self._apply(hold, Event.DUE)
                 count -= 1
                 yield hold
 
@@ -559,11 +556,7 @@ class AddressHolds(dict[str, AddressHold]):
 
     def try_now(self, hold: AddressHold) -> None:
         """Try a hold at once: the network may take its messages now."""
-        now = self._time()
-        hold.is_woken = hold.is_trying
-        if hold.is_waiting and not hold.is_trying and hold.due_at > now:
-            hold.due_at = now
-            self._push(hold)
+        self._apply(hold, Event.NEWS)
 
     def try_all(self, kind: Kind | None = None) -> None:
         """Try all holds at once, or those of one kind."""
@@ -581,14 +574,11 @@ class AddressHolds(dict[str, AddressHold]):
 
     def not_tried(self, hold: AddressHold) -> None:
         """Note that the first message was removed before it left."""
-        if hold.is_trying and not hold.is_over:
-            hold.is_trying = False
-            hold.due_at = 0.0
-            self._push(hold)
+        self._apply(hold, Event.WITHDRAWN)
 
     def taken(self, hold: AddressHold) -> None:
         """Note that the network has taken the first message. The rest is read back soon."""
-        hold.is_trying, hold.is_taken = False, True
+        self._apply(hold, Event.TRIAL_TAKEN)
         if self._time() - hold.began >= YOUNG_S and self._labels[hold.label] <= LOGGED_MAX:
             what = "the network takes messages for an address again: what has waited follows"
             log.info(what, endpoint=self._peer, address=hold.name, records=hold.records)
@@ -596,7 +586,7 @@ class AddressHolds(dict[str, AddressHold]):
     def drop(self, hold: AddressHold) -> None:
         """Remove a hold in which nothing waits any more."""
         assert not hold.is_over, "it is dropped once"
-        hold.is_over = True
+        self._apply(hold, Event.END)
         del self[hold.unit]
         self._labels[hold.label] -= 1
         self._young.pop(hold.unit, None)
@@ -627,9 +617,12 @@ class AddressHolds(dict[str, AddressHold]):
     def _push(self, hold: AddressHold) -> None:
         if len(self._due) > DUE_MAX:  # the network comes and goes: keep only the newest time of each hold
             young = [(one.began + YOUNG_S, next(self._count), one) for one in self._young.values()]
-            self._due = [*young, *((one.due_at, next(self._count), one) for one in self.values() if one is not hold)]
+            self._due = [
+                *young,
+                *((one.progress.due_at, next(self._count), one) for one in self.values() if one is not hold),
+            ]
             heapq.heapify(self._due)
-        heapq.heappush(self._due, (hold.due_at, next(self._count), hold))
+        heapq.heappush(self._due, (hold.progress.due_at, next(self._count), hold))
 
     # On disk
 

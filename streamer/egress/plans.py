@@ -15,6 +15,7 @@ from typing import Final, NamedTuple, cast
 
 from history.log.log import Log
 from history.records.chunk import Chunk, authority_of, is_publish
+from streamer.egress.hold_state import RETURNING
 from streamer.egress.holds import AddressHold, AddressHolds, TopicHold, TopicHolds
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.sender import QueuedRecord
@@ -161,7 +162,7 @@ class Plans:
             going = list[Target]()
             for target in targets:
                 hold = self.hold_of(stream_id, target)
-                if hold is None or hold.is_returning:
+                if hold is None or hold.progress.state is RETURNING:
                     going.append(target)
                 else:
                     hold.streams.add(stream_id)

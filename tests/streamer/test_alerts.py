@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from storage.faults import Reserve
-from streamer.egress import holds
+from streamer.egress import hold_state
 from streamer.parts.certificates import CertificatePart
 from streamer.parts.readiness import Readiness
 from tests.certificates import TestAuthority
@@ -167,7 +167,7 @@ def port_of(world: World) -> int:
 async def test_each_alert_fires_at_a_real_fault_and_none_before(
     make_world: MakeWorld, publish: Publish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holds, "RETRY_S_MIN", 0.05)
+    monkeypatch.setattr(hold_state, "RETRY_S_MIN", 0.05)
     world = await watched(make_world)
     streamer, cloud = world.streamer, world.assembly.endpoints["cloud"]
     vehicle, far = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")

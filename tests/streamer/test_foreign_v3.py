@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streamer.egress import holds
+from streamer.egress import hold_state, holds
 from streamer.parts import reloading
 from tests.streamer.test_reloading import changed, reload
 from transports.local import LocalTransport
@@ -227,7 +227,7 @@ async def test_what_is_held_at_an_address_waits_although_it_is_not_known_any_mor
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The saved interest is lost, and the service is slow to answer: the record waits as one of an undecided topic."""
-    monkeypatch.setattr(holds, "RETRY_S_MIN", 0.05)
+    monkeypatch.setattr(hold_state, "RETRY_S_MIN", 0.05)
     world, service, vehicle, heard = await beside_a_foreign_service(make_world)
     world.networks["cloud"].refuse(uris.format(SPEED))
     await vehicle.send(publish(SPEED, "held"))

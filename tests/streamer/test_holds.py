@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history.log.log import Log
-from streamer.egress import catch_up, holds
+from streamer.egress import catch_up, hold_state, holds
 from streamer.egress import pump as egress
 from streamer.egress.holds import AddressHolds
 from tests.streamer.conftest import Hearer, MakeWorld, World
@@ -99,8 +99,8 @@ async def heard_all(heard: Hearer, numbers: range) -> None:
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first try is after 50 ms, and the last ones as often."""
-    monkeypatch.setattr(holds, "RETRY_S_MIN", 0.05)
-    monkeypatch.setattr(holds, "RETRY_S_MAX", 0.1)
+    monkeypatch.setattr(hold_state, "RETRY_S_MIN", 0.05)
+    monkeypatch.setattr(hold_state, "RETRY_S_MAX", 0.1)
 
 
 # -- refused
@@ -164,7 +164,7 @@ async def test_what_is_refused_again_while_it_is_read_back_arrives_in_order(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
     """The rule is right, wrong, and right again before all that was held has left."""
-    monkeypatch.setattr(holds, "RETRY_S_MIN", 0.0)
+    monkeypatch.setattr(hold_state, "RETRY_S_MIN", 0.0)
     for limit in ("WINDOW_MESSAGES_MAX", "BATCH_MESSAGES_MAX"):
         monkeypatch.setattr(egress, limit, window)
     monkeypatch.setattr(catch_up, "READ_MESSAGES_MAX", window)

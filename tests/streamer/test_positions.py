@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history.log.log import Log
-from streamer.egress import catch_up, holds
+from streamer.egress import catch_up, hold_state, holds
 from streamer.egress.pump import Pump
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
@@ -137,8 +137,9 @@ def test_a_record_that_has_not_left_is_behind_a_position_that_is_kept(
     tmp_path_factory: pytest.TempPathFactory, seed: int, away: float, is_far: bool, hands_over: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("RETRY_S_MIN", 0.002), ("RETRY_S_MAX", 0.01), ("YOUNG_S", 0.02)):
-            patch.setattr(holds, name, value)
+        patch.setattr(hold_state, "RETRY_S_MIN", 0.002)
+        patch.setattr(hold_state, "RETRY_S_MAX", 0.01)
+        patch.setattr(holds, "YOUNG_S", 0.02)
         patch.setattr(catch_up, "GATHER_S", 0.002)
         patch.setattr(catch_up, "TRY_EVERY_S", 0.001)
         draw = random.Random(seed)
@@ -341,7 +342,7 @@ async def test_what_failed_beside_a_refused_message_is_not_overtaken_by_its_own_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The broker goes down while it refuses an address, and is back with the right access rule."""
-    monkeypatch.setattr(holds, "RETRY_S_MIN", 60.0)
+    monkeypatch.setattr(hold_state, "RETRY_S_MIN", 60.0)
 
     def answer(messages: Sequence[UMessage]) -> list[UStatus]:
         """Of the first batch, the first message is refused; then the broker goes down."""
@@ -365,7 +366,7 @@ async def test_what_goes_to_a_refused_address_waits_also_where_nothing_of_its_st
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a broker whose access rule is mended between two messages of that stream takes only the second one."""
-    monkeypatch.setattr(holds, "RETRY_S_MIN", 60.0)
+    monkeypatch.setattr(hold_state, "RETRY_S_MIN", 60.0)
     answers = [OK]
     network = OneAddress(lambda messages: answers * len(messages))
     async with OnePump(tmp_path, network) as one:

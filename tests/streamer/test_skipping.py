@@ -10,7 +10,7 @@ import pytest
 
 from history.service.gaps import Gaps
 from streamer.commands import cursors
-from streamer.egress import holds
+from streamer.egress import hold_state
 from streamer.egress.rows import parsed
 from tests.streamer.conftest import MakeWorld, World
 from uprotocol import uri as uris
@@ -28,8 +28,8 @@ TO_CLOUD = {uris.format(topic): ["//cloud/9001/1/0"] for topic in (SPEED, DOOR)}
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holds, "RETRY_S_MIN", 0.05)
-    monkeypatch.setattr(holds, "RETRY_S_MAX", 0.1)
+    monkeypatch.setattr(hold_state, "RETRY_S_MIN", 0.05)
+    monkeypatch.setattr(hold_state, "RETRY_S_MAX", 0.1)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from storage import disk as disks
 from streamer import app as apps
 from streamer.config import Config
 from streamer.durations import Durations
-from streamer.egress import holds
+from streamer.egress import hold_state
 from streamer.operating import control, metrics
 from streamer.operating.meters import STEP_S, WINDOW_S, Meter
 from streamer.parts.readiness import Readiness
@@ -178,7 +178,7 @@ async def test_the_age_of_a_record_that_is_only_on_disk_is_read_there(make_world
 async def test_held_addresses_are_there_with_their_reason_and_pauses_with_their_peer(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holds, "RETRY_S_MIN", 0.05)
+    monkeypatch.setattr(hold_state, "RETRY_S_MIN", 0.05)
     world, vehicle, _ = await crossing(make_world, publish, 1)
     world.networks["cloud"].refuse(uris.format(SPEED))
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(4)])
