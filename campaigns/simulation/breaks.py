@@ -98,7 +98,7 @@ def _order_of_commands() -> Patches:
 
 
 def _held_back() -> Patches:
-    from streamer.egress.holds import TopicHolds
+    from streamer.egress.topic_holds import TopicHolds
 
     def hold(self: TopicHolds, stream: int, after: int) -> None:
         self.park(stream, self._log.newest_seq, ())
@@ -107,13 +107,13 @@ def _held_back() -> Patches:
 
 
 def _holds_forgotten() -> Patches:
-    from streamer.egress.holds import AddressHolds
+    from streamer.egress.address_holds import AddressHolds
 
     return [(AddressHolds, "load", lambda self: None)]
 
 
 def _taken_from_here_on() -> Patches:
-    from streamer.egress.holds import AddressHold, AddressHolds
+    from streamer.egress.address_holds import AddressHold, AddressHolds
 
     def taken(self: AddressHolds, hold: AddressHold) -> None:
         before(self, hold)

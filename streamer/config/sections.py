@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from history.file.writer import GATHER_MS
-from streamer.egress.holds import HELD_HOURS
+from streamer.egress.address_holds import HELD_HOURS
 from streamer.walk.access import AccessPattern
 from streamer.walk.endpoint import SEND_MS_MAX
 from streamer.walk.ledger import UNITS_PER_S

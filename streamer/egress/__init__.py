@@ -1,13 +1,17 @@
 """What leaves for one peer.
 
+address_holds.py      AddressHolds: the addresses of a peer that are refused or unheard
 catch_up.py           What waits toward one peer leaves once it may: held records are read back, stuck streams are tried
 claims.py             Claims on the logs: how long each endpoint has been away
-holding.py            Holding: records begin to wait: refused, unheard, paused, handed over
 expiry.py             Expiry: records that retention deletes before the peer got them
-holds.py              The positions of what waits toward one peer
+held_records.py       Which records wait in one held address
+hold_state.py         The states of a held address, as a table
+holding.py            Holding: records begin to wait: refused, unheard, paused, handed over
 plans.py              Plans: what of a log goes to one peer, as which copies
 positions.py          Positions: up to where an endpoint has had the records of a log, by its rows
 pump.py               Egress: one pump per peer and log. Reads after its cursor, sends in batches, settles the answers
+reasons.py            Why messages to an address wait, and how operators and logs call it
 rows.py               The names of cursors in the log, made and taken apart
 skipping.py           Moves the cursors of an endpoint forward to a time
+topic_holds.py        TopicHolds, OwedTopics: topics that are undecided, paused, or owed to a follower
 """

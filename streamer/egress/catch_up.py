@@ -21,8 +21,8 @@ from typing import Final
 import structlog
 
 from history.records.chunk import Scan
+from streamer.egress.address_holds import AddressHold
 from streamer.egress.hold_state import RETURNING, TAKEN
-from streamer.egress.holds import AddressHold
 from streamer.egress.plans import Plans, items_of
 from streamer.letters.dead_letter import DeadLetters
 from streamer.walk.sender import OrderKey, PriorityQueue, QueuedRecord, Sender, key_of
@@ -398,7 +398,7 @@ class CatchUp:
 
     async def _first_of(self, hold: AddressHold) -> QueuedRecord | None:
         """Returns the first message that waits; None: nothing waits."""
-        head, now = hold.head, uuids.now_ms()
+        head, now = hold.held.head, uuids.now_ms()
         if (
             head is not None
             and not head[1].is_expired(now)

@@ -10,8 +10,8 @@ from typing import Final
 
 from history.log.log import RetentionLoss
 from streamer.egress.catch_up import CatchUp
-from streamer.egress.holds import OwedTopics
 from streamer.egress.plans import Plans, items_of
+from streamer.egress.topic_holds import OwedTopics
 from streamer.walk.sender import QueuedRecord
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -59,7 +59,10 @@ class Expiry:
         seen = max((chunk.last_seq for chunk in passed.chunks), default=passed.after)
         begins, before = [item[0] - 1 for item in unreported[:1]], passed.before
         if last > seen:
-            first = [hold.head[0] - 1 if hold.head is not None else self._catch_up.sent_of_hold(hold) for hold in holds]
+            first = [
+                hold.held.head[0] - 1 if hold.held.head is not None else self._catch_up.sent_of_hold(hold)
+                for hold in holds
+            ]
             first += map(self._catch_up.sent_of_topic, self._topic_holds)
             begins += [max(seen, after) for after in first if after < last]
         if last > max(seen, self._plans.read):

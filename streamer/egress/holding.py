@@ -1,4 +1,4 @@
-"""Holding: records begin to wait toward one peer. They wait in the log at a position of their own (holds.py), and
+"""Holding: records begin to wait toward one peer. They wait in the log at a position of their own, and
 catch_up.py sends them later.
 
 the network refuses an address, or nobody listens -> AddressHolds; so do the records behind it in the queue
@@ -10,35 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from itertools import chain
-from typing import Final
 
 import structlog
 
 from history.records.chunk import is_publish
+from streamer.egress.address_holds import AddressHold
 from streamer.egress.catch_up import Aside, CatchUp
 from streamer.egress.hold_state import RETURNING
-from streamer.egress.holds import AddressHold, Kind, OwedTopics
 from streamer.egress.plans import Plans
+from streamer.egress.reasons import Kind, outcome_of_failure, outcome_of_refusal
+from streamer.egress.topic_holds import OwedTopics
 from streamer.walk.paused import Pause, Paused
 from streamer.walk.sender import QueuedRecord, Sender, key_of
 from transports.base import NOT_TRIED
-from uprotocol import attributes as attrs
-from uprotocol.status import Settled, is_nobody_listening
-from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.status import Settled
 from uprotocol.v1.ustatus_pb2 import UStatus
-
-# refusals that concern more than one message, and that a person or time can end
-HELD_CODES: Final = frozenset(
-    {
-        UCode.PERMISSION_DENIED,
-        UCode.UNAUTHENTICATED,
-        UCode.RESOURCE_EXHAUSTED,
-        UCode.FAILED_PRECONDITION,
-        UCode.NOT_FOUND,
-        UCode.ABORTED,
-        UCode.CANCELLED,
-    }
-)
 
 Refused = tuple[QueuedRecord, UStatus, Kind]
 """A message that is to be held, the answer of the network, and the kind of the hold."""
@@ -68,22 +54,18 @@ class Holding:
         others: sent, to be sent again, or dead letters."""
         again, dead = list[tuple[QueuedRecord, UStatus]](), list[tuple[QueuedRecord, UStatus]]()
         held = list[Refused]()
-        for item, status in settled.again:
-            if not is_nobody_listening(status):
+        durable = self._log.durable
+        outcomes = [(outcome_of_failure(*answer, is_durable=durable), *answer) for answer in settled.again]
+        outcomes += [(outcome_of_refusal(answer[1], is_durable=durable), *answer) for answer in settled.refused]
+        for outcome, item, status in outcomes:
+            if outcome == "again":
                 again.append((item, status))
-            elif self._log.durable and item[1].stamp.type == attrs.PUBLISH:
-                held.append((item, status, "unheard"))
-            else:
+            elif outcome == "dead":
+                dead.append((item, status))
+            elif outcome == "nobody":
                 self._peer.dropped["nobody_listens"] += 1
-        for item, status in settled.refused:
-            if status.code not in HELD_CODES:
-                dead.append((item, status))
-            elif self._log.durable:
-                held.append((item, status, "refused"))
-            elif status.code == UCode.RESOURCE_EXHAUSTED:
-                again.append((item, status))
             else:
-                dead.append((item, status))
+                held.append((item, status, outcome))
         catch_up = self._catch_up
         if catch_up.trying:
             tried = {seq for seq, _ in catch_up.trying}
@@ -191,7 +173,7 @@ class Holding:
             if hold in first:
                 first[hold] = min(first[hold], item[0])
         for hold, seq in first.items():
-            head = hold.head[0] if hold.head is not None else seq
+            head = hold.held.head[0] if hold.held.head is not None else seq
             self._address_holds.move(hold, min(seq, head, self._catch_up.position + 1) - 1)
 
     def _hold_of(self, item: QueuedRecord) -> AddressHold | None:
@@ -232,7 +214,7 @@ class Holding:
             self._topic_holds.hold(stream, min(after, first.get(stream, after + 1) - 1))
             self._catch_up.withdraw_topic(stream)
             for hold in self._address_holds.values():
-                self._address_holds.uncount(hold, stream)
+                hold.held.take_out(stream)
 
     def _streams_in_holds(self) -> Iterator[Set[int]]:
         for hold in self._address_holds.values():
@@ -319,8 +301,8 @@ class Holding:
                 owed[stream] = min(hold.after, owed.get(stream, hold.after))
             hold.streams.difference_update(publishes)
             for stream in publishes:
-                self._address_holds.uncount(hold, stream)
-            self._address_holds.forget_head(hold)
+                hold.held.take_out(stream)
+            hold.held.forget_head()
             if not hold.streams:
                 self._address_holds.drop(hold)
         for stream in list(filter(self._is_publish, self._catch_up.targets)):

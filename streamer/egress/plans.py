@@ -15,8 +15,9 @@ from typing import Final, NamedTuple, cast
 
 from history.log.log import Log
 from history.records.chunk import Chunk, authority_of, is_publish
+from streamer.egress.address_holds import AddressHold, AddressHolds
 from streamer.egress.hold_state import RETURNING
-from streamer.egress.holds import AddressHold, AddressHolds, TopicHold, TopicHolds
+from streamer.egress.topic_holds import TopicHold, TopicHolds
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.sender import QueuedRecord
 from streamer.walk.view import Decision, Target, View

@@ -27,12 +27,13 @@ import structlog
 from history.log.log import Log, RetentionLoss
 from history.records.chunk import Chunk
 from streamer.egress import rows
+from streamer.egress.address_holds import HELD_HOURS, AddressHolds
 from streamer.egress.catch_up import Aside, CatchUp, Reading, loop_time
 from streamer.egress.expiry import Expiry
 from streamer.egress.holding import Holding
-from streamer.egress.holds import HELD_HOURS, AddressHolds, OwedTopics, TopicHolds
 from streamer.egress.plans import SKIP, Plans, items_of
-from streamer.egress.rows import HOLDER, row
+from streamer.egress.rows import OwnedCursor, row
+from streamer.egress.topic_holds import OwedTopics, TopicHolds
 from streamer.letters.dead_letter import DeadLetters
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.flow import ACTIVE_S, LAG_RECORDS_MAX, LAG_SHARE_MAX, Flow
@@ -60,43 +61,6 @@ AT_ONCE: Final = 0.0  # loop time of a step that need not wait
 ABSENT_MS_MAX: Final = 7 * 24 * 3_600_000  # how long retention by age waits for an endpoint that is away
 
 log = structlog.get_logger()
-
-
-class OwnedCursor:
-    """A cursor of a log, and how long its owner has been away while the streamer ran. Retention by age waits for the
-    owner until that is too long. The absence is saved with the cursor, so a restart does not end it."""
-
-    def __init__(self, source: Log, name: str, limit_ms: int) -> None:
-        self._log, self.name, self._limit_ms = source, name, limit_ms
-        self.seq = 0  # the last seq that the owner has had
-        self.absent_ms = 0  # as last saved
-        self.is_new = False  # it did not exist before this start: no record that was in the log is for the owner
-
-    def begin(self) -> None:
-        """Load it, and save it at the position to go on from."""
-        stored = self._log.cursors.get(self.name)
-        if stored is not None:
-            self.seq, self.absent_ms = min(stored.seq, self._log.newest_seq), stored.absent_ms
-        elif self._log.cursors.lost:  # it may be among the lost ones: duplicates are better than losses
-            self.seq = self._log.floor_seq
-        else:
-            self.seq, self.is_new = self._log.newest_seq, True
-        self.save()
-
-    def absent_after(self, ms: int, *, away_ms: int) -> int:
-        """Returns `absent_ms` after `ms` more, of which the owner has been away for the last `away_ms`."""
-        return self.absent_ms + ms if away_ms >= ms else away_ms
-
-    def waited(self, ms: int, *, away_ms: int) -> None:
-        """Note that `ms` have passed, and that the owner has been away for the last `away_ms` of them."""
-        absent_ms = self.absent_after(ms, away_ms=away_ms)
-        if absent_ms != self.absent_ms:
-            self.absent_ms = absent_ms
-            self.save()
-
-    def save(self) -> None:
-        holds = self.absent_ms < self._limit_ms
-        self._log.cursors.set(self.name, self.seq, holds=holds, absent_ms=self.absent_ms, holder=HOLDER)
 
 
 class Pump:

@@ -1,11 +1,11 @@
 """Names of the cursors that belong to endpoints, as they stand in a log's file. Made and taken apart here alone.
 
-    egress:ENDPOINT               its pump has sent the records up to here (pump.py)
+    egress:ENDPOINT               its pump has sent the records up to here
     followed:ENDPOINT             its follower has acknowledged the publishes up to here (following/handover.py)
     follower:ENDPOINT:SERVICE     who follows behind it; 1 once that service has acknowledged something
-    parked:ENDPOINT:STREAM        the topic is undecided or paused: its later records wait (holds.py)
-    owed:ENDPOINT:STREAM          the follower reads this topic from here (holds.py)
-    held:ENDPOINT:KIND UNIT       the address is refused or unheard: its later records wait (holds.py)
+    parked:ENDPOINT:STREAM        the topic is undecided or paused: its later records wait (topic_holds.py)
+    owed:ENDPOINT:STREAM          the follower reads this topic from here (topic_holds.py)
+    held:ENDPOINT:KIND UNIT       the address is refused or unheard: its later records wait (address_holds.py)
     began:ENDPOINT                a new endpoint began here, while records waited for one not configured (claims.py)
     skipped:ENDPOINT:AFTER        all after AFTER up to here was skipped while the streamer was stopped (skipping.py)
 
@@ -17,12 +17,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple, TypeVar, cast, get_args
 
+from history.log.cursors import CURSORS_MAX
+from history.log.log import Log
+
 RowKind = Literal["egress", "followed", "follower", "parked", "owed", "held", "began", "skipped"]
 KINDS: Final[frozenset[str]] = frozenset(get_args(RowKind))
 WAITING: Final[frozenset[RowKind]] = frozenset(("egress", "followed", "parked", "owed", "held"))
 """Kinds behind which records may wait for an endpoint."""
 HOLDER: Final = "egress"
 """Holder of the cursors of an endpoint that is owed every record."""
+CURSORS_RESERVED: Final = 2_000  # for peers and consumers
+NOTE_S: Final = 3_600.0  # between two saves of how long something has been held
 
 T = TypeVar("T")
 
@@ -59,3 +64,45 @@ def units_of(cursors: Mapping[str, T], kind: RowKind, endpoint: str) -> dict[str
     """Returns what `cursors` has for the rows of one kind and endpoint, by unit."""
     prefix = f"{kind}:{endpoint}:"
     return {name.removeprefix(prefix): value for name, value in cursors.items() if name.startswith(prefix)}
+
+
+def rows_left(source: Log) -> int:
+    """Returns how many more rows holds may have; the other rows are for other cursors."""
+    return CURSORS_MAX - CURSORS_RESERVED - len(source.cursors)
+
+
+class OwnedCursor:
+    """A cursor of a log, and how long its owner has been away while the streamer ran. Retention by age waits for the
+    owner until that is too long. The absence is saved with the cursor, so a restart does not end it."""
+
+    def __init__(self, source: Log, name: str, limit_ms: int) -> None:
+        self._log, self.name, self._limit_ms = source, name, limit_ms
+        self.seq = 0  # the last seq that the owner has had
+        self.absent_ms = 0  # as last saved
+        self.is_new = False  # it did not exist before this start: no record that was in the log is for the owner
+
+    def begin(self) -> None:
+        """Load it, and save it at the position to go on from."""
+        stored = self._log.cursors.get(self.name)
+        if stored is not None:
+            self.seq, self.absent_ms = min(stored.seq, self._log.newest_seq), stored.absent_ms
+        elif self._log.cursors.lost:  # it may be among the lost ones: duplicates are better than losses
+            self.seq = self._log.floor_seq
+        else:
+            self.seq, self.is_new = self._log.newest_seq, True
+        self.save()
+
+    def absent_after(self, ms: int, *, away_ms: int) -> int:
+        """Returns `absent_ms` after `ms` more, of which the owner has been away for the last `away_ms`."""
+        return self.absent_ms + ms if away_ms >= ms else away_ms
+
+    def waited(self, ms: int, *, away_ms: int) -> None:
+        """Note that `ms` have passed, and that the owner has been away for the last `away_ms` of them."""
+        absent_ms = self.absent_after(ms, away_ms=away_ms)
+        if absent_ms != self.absent_ms:
+            self.absent_ms = absent_ms
+            self.save()
+
+    def save(self) -> None:
+        holds = self.absent_ms < self._limit_ms
+        self._log.cursors.set(self.name, self.seq, holds=holds, absent_ms=self.absent_ms, holder=HOLDER)

@@ -20,8 +20,8 @@ from history.service.keeper import Keeper
 from history.service.service import HistoryService
 from storage.faults import Reserve
 from streamer.durations import Durations
-from streamer.egress.holds import LABELS
 from streamer.egress.pump import Pump
+from streamer.egress.reasons import LABELS
 from streamer.reporting import Sample, build, each
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.sender import ExpressQueue

@@ -10,8 +10,9 @@ from streamer import building, renaming
 from streamer.assembly import Attached
 from streamer.config import Config, EndpointSection
 from streamer.egress import skipping
+from streamer.egress.address_holds import SHOWN_AFTER_S
 from streamer.egress.claims import count, listed
-from streamer.egress.holds import SHOWN_AFTER_S, Label
+from streamer.egress.reasons import Label
 from streamer.operating import metrics
 from streamer.operating.control import pause_operations
 from streamer.operation import Arguments, Operation

@@ -1,7 +1,7 @@
 """What an operator has paused: records are not dispatched to a peer, but wait in the log. A pause holds topics,
 everything for the peer, or everything that one endpoint sends there (a rule).
 
-pause, resume -> FILE -> in force: `version` rises -> view: a paused topic is open -> pumps hold it (holds.py), also
+pause, resume -> FILE -> in force: `version` rises -> view: a paused topic is open -> pumps hold it, also
                                                                                       what they have read ahead
 streamer.operating.control checks who may do it. Requests and responses are never held.
 """

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streamer.egress import hold_state, holds
+from streamer.egress import hold_state, topic_holds
 from streamer.parts import reloading
 from tests.streamer.test_reloading import changed, reload
 from transports.local import LocalTransport
@@ -176,7 +176,7 @@ async def test_a_topic_that_nobody_wants_is_forgotten_when_that_is_known(
 async def test_with_too_many_parked_topics_the_peer_waits_and_loses_nothing(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holds, "PARKED_MAX", 3)
+    monkeypatch.setattr(topic_holds, "PARKED_MAX", 3)
     world, service, vehicle, heard = await beside_a_foreign_service(make_world)
     topics = [uris.uri("vehicle1", 0x8001, 1, 0x9000 + number) for number in range(10)]
     for topic in topics:

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history.log.log import Log
-from streamer.egress import catch_up, hold_state, holds
+from streamer.egress import address_holds, catch_up, hold_state
 from streamer.egress import pump as egress
-from streamer.egress.holds import AddressHolds
+from streamer.egress.address_holds import AddressHolds
+from streamer.egress.reasons import Kind
 from tests.streamer.conftest import Hearer, MakeWorld, World
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
@@ -247,7 +248,7 @@ async def test_many_refused_addresses_cost_a_healthy_one_nothing(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond the limit they are one unit, which a person can read, and which does not take in the healthy one."""
-    monkeypatch.setattr(holds, "ADDRESSES_MAX", 100)
+    monkeypatch.setattr(address_holds, "ADDRESSES_MAX", 100)
     topics = [uris.uri("vehicle1", 1, 1, 0x8100 + number) for number in range(500)]
     world = await make_world(subscriptions=TO_CLOUD | {"//vehicle1/1/1/FFFF": ["//cloud/9001/1/0"]})
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
@@ -515,7 +516,7 @@ async def test_a_refusal_by_an_access_rule_is_a_condition_at_once_and_a_shortage
     (hold,) = pump.address_holds.values()
     hold.code = UCode.RESOURCE_EXHAUSTED
     assert here.world.parts.problems() == []
-    hold.began -= holds.SHOWN_AFTER_S
+    hold.began -= address_holds.SHOWN_AFTER_S
     assert len(here.world.parts.problems()) == 1
 
 
@@ -580,7 +581,7 @@ def test_no_record_is_before_the_position_of_its_hold_and_rows_say_the_same(
 
 async def _table(steps: list[tuple[int, str, int, bool]], most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(holds, "ADDRESSES_MAX", most)
+        patch.setattr(address_holds, "ADDRESSES_MAX", most)
         log, now = await Log.open(None, name="test"), [100.0]
         log.cursors.set("egress:cloud", 500)
         table = AddressHolds(log, "cloud", lambda: now[0], 3_600, 3_600)
@@ -588,7 +589,7 @@ async def _table(steps: list[tuple[int, str, int, bool]], most: int) -> None:
         for number, authority, seq, is_unheard in steps:
             name = f"{authority}/{number}"
             known = table.of(name, authority)
-            kind: holds.Kind = "unheard" if is_unheard else "refused"
+            kind: Kind = "unheard" if is_unheard else "refused"
             assert table.hold(name, authority, known, item(seq), REFUSED, kind) is not None
             lowest[name, authority] = min(seq, lowest.get((name, authority), seq))
             assert len(table) <= most
@@ -602,7 +603,7 @@ async def _table(steps: list[tuple[int, str, int, bool]], most: int) -> None:
             found = table.of(name, authority)
             assert found is not None
             assert found.after < seq
-            assert found.head is None or found.head[0] > found.after
+            assert found.held.head is None or found.held.head[0] > found.after
         again = AddressHolds(log, "cloud", lambda: now[0], 3_600, 3_600)
         again.load()
         assert {unit: hold.after for unit, hold in again.items()} == {unit: hold.after for unit, hold in table.items()}
@@ -612,13 +613,13 @@ async def _table(steps: list[tuple[int, str, int, bool]], most: int) -> None:
             table.drop(hold)
         assert not list(table.states())
         assert not [name for name in log.cursors.seqs() if name.startswith("held:")]
-        assert table._heads_bytes == 0
+        assert table._budget.heads_bytes == 0
 
 
 async def test_addresses_beyond_those_that_can_be_held_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a stranger who makes up addresses holds nothing of others; known ones are held all the same."""
-    monkeypatch.setattr(holds, "ADDRESSES_MAX", 10)
-    monkeypatch.setattr(holds, "COVERED_MAX", 20)
+    monkeypatch.setattr(address_holds, "ADDRESSES_MAX", 10)
+    monkeypatch.setattr(address_holds, "COVERED_MAX", 20)
     log = await Log.open(None, name="test")
     table = AddressHolds(log, "cloud", lambda: 0.0, 3_600.0, 3_600.0)
     held = list[str]()

@@ -1,189 +1,50 @@
-"""Holds toward one peer: the records of each hold wait in the log at a position of its own, while the pump goes on with
-all other records.
+"""Addresses toward one peer that its network refuses, or where nobody listens: the records of each wait in the log at
+a position of its own, while the pump goes on with all others.
 
-undecided  a uSubscription has not yet answered who wants the topic  a topic     until it has answered
-paused     somebody has paused the topic                             a topic     until it is resumed
-refused    the network refuses the address                           an address  until the network takes one message
-unheard    the network says that nobody listens at the address       an address  the same; or until the network says
-                                                                                 that somebody listens now
+refused, unheard -> hold -> in 1, 2, 4 ... 60 s: one message -> not taken: later        (hold_state.py)
+                      |                                      '-> taken: read back -> live again
+                      '-> for too long: ended
 
-TopicHolds: record of an open topic -> hold -> nobody wants it    -> forget
-                                            '-> somebody wants it -> read back from its position -> live again
-AddressHolds: refused, unheard -> hold -> in 1, 2, 4 ... 60 s: one message -> refused again: later
-                                    |                                     '-> taken: read back -> live again
-                                    '-> for too long: ended
-
-The unit of an AddressHold is the address by which the network routes (UTransport.address_of). There are at most
-ADDRESSES_MAX of them; beyond that the addresses of one source authority, at last all of an endpoint, are one unit.
+The unit is the address by which the network routes (UTransport.address_of). There are at most ADDRESSES_MAX of them;
+beyond that the addresses of one source authority, at last all of an endpoint, are one unit.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from array import array
-from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from operator import attrgetter
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import structlog
 
-from history.log.cursors import CURSORS_MAX
 from history.log.log import Log
+from streamer.egress.held_records import HeldBudget, HeldRecords
 from streamer.egress.hold_state import NEW, OVER, TRYING, WAITING, Event, HoldProgress, begun, step
-from streamer.egress.rows import HOLDER, row, units_of
+from streamer.egress.reasons import ACCESS_CODES, LABELS, PASSING_CODES, Kind, Label, text_of
+from streamer.egress.rows import HOLDER, NOTE_S, row, rows_left, units_of
 from streamer.walk.sender import QueuedRecord
-from streamer.walk.view import Target
-from uprotocol.status import code_name
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-# topics of one peer; each has a row in the log's file. With more, the peer waits, and nothing is lost
-PARKED_MAX: Final = 5_000
 ADDRESSES_MAX: Final = 5_000  # units of one peer; with more, several addresses become one
-CURSORS_RESERVED: Final = 2_000  # for peers and consumers
 # addresses in merged units of one peer; with more, no further one is held, so that a stranger who makes up addresses
 # delays nobody else
 COVERED_MAX: Final = 20_000
-COUNTED_MAX: Final = 1 << 20  # seqs of one peer that are counted, 8 bytes each; of more a part is known ("at least")
 DUE_MAX: Final = 8 * ADDRESSES_MAX  # scheduled times, including outdated ones
-HEADS_BYTES_MAX: Final = 4 << 20  # of first messages in memory; the others are read from the log
 YOUNG_S: Final = 1.0  # a younger hold has no row, and the pump's cursor waits: a subscriber is often a moment late
 YOUNG_MAX: Final = 64
 HELD_HOURS: Final = 24.0  # longest wait of messages that a network refuses, or nobody listens to
-NOTE_S: Final = 3_600.0  # between two saves of how long something has been held
 LOGGED_MAX: Final = 16  # holds of a label with a log line each; a stranger may cause thousands
 SHOWN_AFTER_S: Final = 60.0  # a hold that may end by itself is a condition of its endpoint once it is older
 
-ACCESS_CODES: Final = (UCode.PERMISSION_DENIED, UCode.UNAUTHENTICATED)
-# refusals of a shortage, which often ends without a person
-PASSING_CODES: Final = (UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED, UCode.RESOURCE_EXHAUSTED)
-Kind = Literal["refused", "unheard"]
-Label = Literal["refused", "unheard", "left"]
-LABELS: Final[tuple[Label, ...]] = ("refused", "unheard", "left")
-"""Kinds as operators see them. left: unheard, but somebody has listened there since the start."""
 Clock = Callable[[], float]
 
 log = structlog.get_logger()
-
-
-def cursors_left(source: Log) -> int:
-    """Returns how many more rows holds may have; the other rows are for other cursors."""
-    return CURSORS_MAX - CURSORS_RESERVED - len(source.cursors)
-
-
-@dataclass(slots=True)
-class TopicHold:
-    """One topic: records with a greater seq than `after` may still be wanted, but not by the authorities in
-    `served`, which got them as they came."""
-
-    after: int
-    began: float  # the streamer's running time then, milliseconds, minus the wait before a restart
-    saved_at: float = 0.0  # running time of the last save
-    served: frozenset[str] = frozenset()
-    whole: bool = False  # the peer's network got every message since then, so nobody there lacks any
-
-
-class TopicHolds(dict[int, TopicHold]):
-    """The topics of one peer that are undecided or paused, by the log's id of their stream. Owns the log's cursors
-    `parked:PEER:STREAM`."""
-
-    def __init__(self, source: Log, peer: str, wait_ms_max: int) -> None:
-        """`wait_ms_max`: how long retention by age waits for each of them."""
-        super().__init__()
-        self._log, self._peer, self._wait_ms_max = source, peer, wait_ms_max
-        self._ran_ms = 0  # running time of the streamer at the last call of `wait`
-
-    @property
-    def free_capacity(self) -> int:
-        """Returns how many more topics may be held."""
-        return min(PARKED_MAX - len(self), cursors_left(self._log))
-
-    @property
-    def waited_ms(self) -> int:
-        """Returns how long the oldest has waited while the streamer ran."""
-        return int(self._ran_ms - min((hold.began for hold in self.values()), default=self._ran_ms))
-
-    def load(self) -> None:
-        """Load the holds. `served` is not on disk, so authorities that were served may get records twice."""
-        for number, cursor in units_of(self._log.cursors.all(), "parked", self._peer).items():
-            if number.isdecimal() and self._log.knows_stream(int(number)):
-                self[int(number)] = TopicHold(cursor.seq, self._ran_ms - cursor.absent_ms, self._ran_ms)
-            else:
-                self._log.cursors.drop(row("parked", self._peer, number))
-
-    def park(self, stream: int, after: int, served: Iterable[Target]) -> None:
-        self[stream] = TopicHold(after, self._ran_ms)
-        self.serve(stream, served)
-        self._save(stream)
-
-    def serve(self, stream: int, targets: Iterable[Target]) -> None:
-        """Send messages of the topic to `targets` as they come, from now on."""
-        parked, targets = self[stream], tuple(targets)
-        parked.served |= {target.authority for target in targets}
-        parked.whole = parked.whole or any(
-            target.period_ms is None and target.since <= parked.after for target in targets
-        )
-
-    def move(self, stream: int, after: int) -> None:
-        self[stream].after = after
-        self._save(stream)
-
-    def hold(self, stream: int, after: int) -> None:
-        """Hold a paused topic: records after `after` wait for all authorities, also for those that were served."""
-        known = self.get(stream)
-        self[stream] = TopicHold(after, self._ran_ms if known is None else known.began)
-        self._save(stream)
-
-    def forget(self, stream: int) -> None:
-        del self[stream]
-        self._log.cursors.drop(row("parked", self._peer, stream))
-
-    def wait(self, ms: int) -> None:
-        """Note that `ms` have passed."""
-        self._ran_ms += ms
-        for stream, hold in self.items():
-            if self._ran_ms - hold.saved_at >= NOTE_S * 1_000:
-                self._save(stream)
-
-    def _save(self, stream: int) -> None:
-        hold, cursor = self[stream], row("parked", self._peer, stream)
-        hold.saved_at = self._ran_ms
-        waited_ms = int(self._ran_ms - hold.began)
-        holds = waited_ms < self._wait_ms_max
-        self._log.cursors.set(cursor, hold.after, holds=holds, absent_ms=waited_ms, holder=HOLDER)
-
-
-class OwedTopics(dict[int, int]):
-    """Publishes that were held when a peer began to follow: the seq after which it reads each topic from our history,
-    by the log's id of its stream. Owns the log's cursors `owed:PEER:STREAM`."""
-
-    def __init__(self, source: Log, peer: str) -> None:
-        super().__init__()
-        self._log, self._peer = source, peer
-
-    def load(self) -> None:
-        owed = units_of(self._log.cursors.seqs(), "owed", self._peer)
-        self.update({int(stream): seq for stream, seq in owed.items()})
-
-    def add(self, owed: Mapping[int, int]) -> None:
-        for stream, after in owed.items():
-            self[stream] = after
-            self._log.cursors.set(row("owed", self._peer, stream), after)
-
-    def move(self, after: int) -> None:
-        """Note that retention has deleted the records up to `after`."""
-        self.add({stream: after for stream, before in self.items() if before < after})
-
-    def clear_all(self) -> None:
-        """Drop all: the peer has their records."""
-        for stream in self:
-            self._log.cursors.drop(row("owed", self._peer, stream))
-        self.clear()
 
 
 @dataclass(slots=True, eq=False)
@@ -196,15 +57,11 @@ class AddressHold:
     why: str  # the answer of the network
     code: UCode.ValueType
     began: float  # loop time, minus the wait before a restart
+    held: HeldRecords
     authority: str = ""  # source of its messages; "": unknown after a restart, or several addresses
     streams: set[int] = field(default_factory=set)  # ids of the log that are known since the start
     is_loaded: bool = False  # from before a restart: it may have more streams
     covers: set[str] | None = None  # addresses of a merged unit; None: unknown after a restart, so any
-    # seqs that wait, in order, by stream; a record may come by several ways, and counts once
-    counted: dict[int, array[int]] = field(default_factory=dict)
-    records: int = 0  # in `counted`
-    are_counted: bool = True  # False: more records wait than `counted` has
-    head: QueuedRecord | None = None  # the first message that waits, if it is in memory
     was_heard: bool = False  # somebody has listened there in this process
     progress: HoldProgress = NEW
     tried: int = 0  # seq of the message that is tried; less, if an earlier one was refused meanwhile
@@ -214,6 +71,11 @@ class AddressHold:
     @property
     def label(self) -> Label:
         return "left" if self.kind == "unheard" and self.was_heard else self.kind
+
+    @property
+    def records(self) -> int:
+        """Returns how many records are counted."""
+        return self.held.count
 
     @property
     def may_end_by_itself(self) -> bool:
@@ -270,8 +132,7 @@ class AddressHolds(dict[str, AddressHold]):
         self._young: dict[str, AddressHold] = {}
         self.merged: dict[str, AddressHold] = {}  # the units of several addresses
         self._labels = Counter[Label]()  # of the holds
-        self._heads_bytes = 0
-        self._counted = 0  # seqs in all holds
+        self._budget = HeldBudget()
         self._due: list[tuple[float, int, AddressHold]] = []  # a heap, by loop time
         self._count = itertools.count()
         self.ended = 0  # holds that were ended at their limit
@@ -308,6 +169,7 @@ class AddressHolds(dict[str, AddressHold]):
                 "as before the restart",
                 UCode.UNAVAILABLE if kind == "unheard" else UCode.PERMISSION_DENIED,
                 now - cursor.absent_ms / 1000,
+                HeldRecords(self._budget),
                 is_loaded=True,
                 progress=begun(now),
                 saved_s=cursor.absent_ms / 1000,
@@ -332,7 +194,7 @@ class AddressHolds(dict[str, AddressHold]):
             if holds := [hold for hold in self.values() if hold.label == label]:
                 records = sum([hold.records for hold in holds])
                 oldest = min(holds, key=attrgetter("may_end_by_itself", "began"))
-                are_counted = all(hold.are_counted and not hold.is_loaded for hold in holds)
+                are_counted = all(hold.held.are_counted and not hold.is_loaded for hold in holds)
                 yield HeldState(label, len(holds), records, are_counted, oldest, self._time() - oldest.began)
 
     # Hold
@@ -358,7 +220,7 @@ class AddressHolds(dict[str, AddressHold]):
             if known is None:
                 return None
         else:
-            known.why, known.code = _why(status), status.code
+            known.why, known.code = text_of(status), status.code
             if known.kind != kind:
                 self._change_kind(known, kind)
                 self._log_hold(known)
@@ -380,13 +242,14 @@ class AddressHolds(dict[str, AddressHold]):
         self, address: str, authority: str, after: int, status: UStatus, kind: Kind, now: float, was_heard: bool
     ) -> AddressHold | None:
         has_capacity = sum([len(merged.covers or ()) for merged in self.merged.values()]) < COVERED_MAX
-        if len(self) >= ADDRESSES_MAX or cursors_left(self._log) <= 0:
+        if len(self) >= ADDRESSES_MAX or rows_left(self._log) <= 0:
             if not has_capacity:
                 return None
             self._merge()
         if has_capacity and (found := self._merged_for(address, authority)) is not None:
             return found
-        hold = AddressHold("=" + address, after, kind, _why(status), status.code, now, authority, was_heard=was_heard)
+        unit, why, held = "=" + address, text_of(status), HeldRecords(self._budget)
+        hold = AddressHold(unit, after, kind, why, status.code, now, held, authority, was_heard=was_heard)
         self._add(hold)
         self._log_hold(hold)
         if kind == "unheard" and len(self._young) < YOUNG_MAX and not self._is_behind_cursor(hold):
@@ -428,27 +291,22 @@ class AddressHolds(dict[str, AddressHold]):
         merging = [hold for hold in self.values() if unit in ("*", hold.unit) or hold.authority == whose]
         if len(merging) < 2:
             return
-        first = min(merging, key=lambda one: one.after)
-        merged = AddressHold(unit, first.after, first.kind, first.why, first.code, min(one.began for one in merging))
-        merged.head = first.head
+        first, began = min(merging, key=attrgetter("after")), min(hold.began for hold in merging)
+        held, head = HeldRecords(self._budget), first.held.head
+        merged = AddressHold(unit, first.after, first.kind, first.why, first.code, began, held)
         covers = set[str]()
-        are_covers_known = all(one.unit[0] == "=" or one.covers is not None for one in merging)
-        for one in merging:
-            merged.streams |= one.streams
-            for stream, seqs in one.counted.items():
-                for seq in seqs:
-                    self._count_record(merged, seq, stream)
-            merged.are_counted = merged.are_counted and one.are_counted
-            merged.is_loaded = merged.is_loaded or one.is_loaded
-            merged.was_heard = merged.was_heard or one.was_heard
-            if one.unit[0] == "=":
-                covers.add(one.unit[1:])
-            else:
-                covers.update(one.covers or ())
-            self.drop(one)
+        are_covers_known = all(hold.unit[0] == "=" or hold.covers is not None for hold in merging)
+        for hold in merging:
+            merged.streams |= hold.streams
+            held.add_all(hold.held)
+            merged.is_loaded = merged.is_loaded or hold.is_loaded
+            merged.was_heard = merged.was_heard or hold.was_heard
+            covers.update([hold.unit[1:]] if hold.unit[0] == "=" else hold.covers or ())
+            self.drop(hold)
         if are_covers_known:
             merged.covers = covers
-        self._heads_bytes += len(merged.head[1].payload) if merged.head is not None else 0
+        if head is not None:
+            held.keep_head(head)
         self.merges += 1
         self._add(merged)
         merged.progress = begun(self._time())
@@ -470,70 +328,30 @@ class AddressHolds(dict[str, AddressHold]):
         """Have `item` wait in `hold`."""
         self.passed(hold, item[0], item[2])
         hold.streams.add(item[2])
-        others_wait = not hold.are_counted or hold.records > 1
-        if hold.head is None and others_wait and item[0] - 1 > hold.after:
-            return  # the first message is not in memory
-        if hold.head is None or item[0] < hold.head[0]:
-            self.forget_head(hold)
-            size = len(item[1].payload)
-            if self._heads_bytes + size <= HEADS_BYTES_MAX:
-                hold.head = item
-                self._heads_bytes += size
+        hold.held.offer_head(item, hold.after)
 
     def passed(self, hold: AddressHold, seq: int, stream: int) -> None:
         """Have the record `seq` of `stream` wait in `hold`."""
         if hold.progress.state is OVER:
             return  # it was merged into a unit whose position is not later than its own
-        self._count_record(hold, seq, stream)
+        hold.held.add(seq, stream)
         hold.tried = min(hold.tried, seq)
         if seq <= hold.after:
             hold.after = seq - 1
-            self.forget_head(hold)
+            hold.held.forget_head()
             if hold.has_row or self._is_behind_cursor(hold):
                 self._save(hold)
-
-    def _count_record(self, hold: AddressHold, seq: int, stream: int) -> None:
-        """Count the record `seq`, unless it is counted already."""
-        seqs = hold.counted.get(stream)
-        if seqs is None:
-            seqs = hold.counted[stream] = array("Q")
-        at = len(seqs) if not seqs or seqs[-1] < seq else bisect_left(seqs, seq)
-        if at < len(seqs) and seqs[at] == seq:
-            return
-        if self._counted >= COUNTED_MAX:
-            hold.are_counted = False
-            return
-        seqs.insert(at, seq)
-        self._change_count(hold, 1)
-
-    def _change_count(self, hold: AddressHold, by: int) -> None:
-        hold.records += by
-        self._counted += by
-
-    def uncount(self, hold: AddressHold, stream: int) -> None:
-        """Count the records of `stream` no longer: they wait elsewhere."""
-        self._change_count(hold, -len(hold.counted.pop(stream, ())))
 
     def begin_return(self, hold: AddressHold) -> None:
         """Note that everything in `hold` is read back and sent from now on. What is refused again counts again."""
         self._apply(hold, Event.READ_BACK)
-        self._uncount_all(hold)
-
-    def _uncount_all(self, hold: AddressHold) -> None:
-        self._change_count(hold, -hold.records)
-        hold.counted.clear()
-        hold.are_counted = True
+        hold.held.clear()
 
     def _is_behind_cursor(self, hold: AddressHold) -> bool:
         """Returns whether the pump's cursor has passed the position of a hold, as for a topic that was held before.
         The cursor can't wait for it then, and only a row keeps what waits over a restart."""
         cursor = self._log.cursors.seq(row("egress", self._peer))
         return cursor is not None and hold.after < cursor
-
-    def forget_head(self, hold: AddressHold) -> None:
-        if hold.head is not None:
-            self._heads_bytes -= len(hold.head[1].payload)
-            hold.head = None
 
     # Try again
 
@@ -591,8 +409,8 @@ class AddressHolds(dict[str, AddressHold]):
         self._labels[hold.label] -= 1
         self._young.pop(hold.unit, None)
         self.merged.pop(hold.unit, None)
-        self.forget_head(hold)
-        self._uncount_all(hold)
+        hold.held.forget_head()
+        hold.held.clear()
         if hold.has_row:
             self._log.cursors.drop(self._row_of(hold))
 
@@ -605,12 +423,7 @@ class AddressHolds(dict[str, AddressHold]):
         """Move the position of a hold to `after`: nothing up to it waits any more."""
         if after > hold.after:
             hold.after = after
-            for seqs in hold.counted.values():
-                if passed := bisect_right(seqs, after):
-                    del seqs[:passed]
-                    self._change_count(hold, -passed)
-            if hold.head is not None and hold.head[0] <= after:
-                self.forget_head(hold)
+            hold.held.pass_to(after)
             if hold.has_row:
                 self._save(hold)
 
@@ -634,7 +447,3 @@ class AddressHolds(dict[str, AddressHold]):
         hold.has_row = True
         hold.saved_s = self._time() - hold.began
         self._log.cursors.set(self._row_of(hold), hold.after, absent_ms=int(hold.saved_s * 1000), holder=HOLDER)
-
-
-def _why(status: UStatus) -> str:
-    return status.message or code_name(status.code)
