@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from operator import attrgetter
@@ -24,7 +24,7 @@ import structlog
 
 from history.log.log import Log
 from streamer.egress.held_records import HeldBudget, HeldRecords
-from streamer.egress.hold_state import NEW, OVER, TRYING, WAITING, Event, HoldProgress, begun, step
+from streamer.egress.hold_state import NEW, OVER, RULES, TRYING, WAITING, Event, HoldProgress, begun, step
 from streamer.egress.reasons import ACCESS_CODES, LABELS, PASSING_CODES, Kind, Label, text_of
 from streamer.egress.rows import HOLDER, NOTE_S, row, rows_left, units_of
 from streamer.walk.sender import QueuedRecord
@@ -89,6 +89,10 @@ class AddressHold:
     def is_over(self) -> bool:
         return self.progress.state is OVER
 
+    def is_new_to(self, stream: int) -> bool:
+        """Returns whether several streams send to this address now: those without a record here would go on."""
+        return self.unit[0] == "=" and bool(self.streams) and stream not in self.streams
+
     @property
     def name(self) -> str:
         """Returns the name of the unit for log lines and conditions."""
@@ -124,10 +128,19 @@ class AddressHolds(dict[str, AddressHold]):
     """The addresses of one peer that its network refuses, or where nobody listens, by unit. Owns the log's cursors
     `held:PEER:KIND UNIT`."""
 
-    def __init__(self, source: Log, peer: str, time: Clock, refused_s: float, unheard_s: float) -> None:
-        """`refused_s`, `unheard_s`: the longest times of a hold while the streamer runs."""
+    def __init__(
+        self,
+        source: Log,
+        peer: str,
+        time: Clock,
+        refused_s: float,
+        unheard_s: float,
+        on_change: Callable[[Iterable[int] | None], None] = lambda streams: None,
+    ) -> None:
+        """`refused_s`, `unheard_s`: the longest times of a hold while the streamer runs. `on_change(streams)`: some
+        addresses of these streams are held now, or no longer; None: perhaps those of any stream."""
         super().__init__()
-        self._log, self._peer, self._time = source, peer, time
+        self._log, self._peer, self._time, self._on_change = source, peer, time, on_change
         self._limits: dict[Kind, float] = {"refused": refused_s, "unheard": unheard_s}
         self._young: dict[str, AddressHold] = {}
         self.merged: dict[str, AddressHold] = {}  # the units of several addresses
@@ -136,7 +149,6 @@ class AddressHolds(dict[str, AddressHold]):
         self._due: list[tuple[float, int, AddressHold]] = []  # a heap, by loop time
         self._count = itertools.count()
         self.ended = 0  # holds that were ended at their limit
-        self.merges = 0  # how often several units became one
 
     # Look up
 
@@ -220,12 +232,18 @@ class AddressHolds(dict[str, AddressHold]):
             if known is None:
                 return None
         else:
+            if known.is_new_to(item[2]):
+                self._on_change(None)
+            elif not known.is_waiting:
+                self._on_change(known.streams)
             known.why, known.code = text_of(status), status.code
             if known.kind != kind:
                 self._change_kind(known, kind)
                 self._log_hold(known)
         if not was_tried:
             self.wait_behind(known, item)
+        else:
+            self._on_change((item[2],))
         is_put_off = self._apply(known, Event.TRIAL_NOT_TAKEN if was_tried else Event.NOT_TAKEN)
         if is_put_off and known.has_row and now - known.began >= known.saved_s + NOTE_S:
             self._save(known)
@@ -307,7 +325,7 @@ class AddressHolds(dict[str, AddressHold]):
             merged.covers = covers
         if head is not None:
             held.keep_head(head)
-        self.merges += 1
+        self._on_change(None)
         self._add(merged)
         merged.progress = begun(self._time())
         self._push(merged)
@@ -328,6 +346,7 @@ class AddressHolds(dict[str, AddressHold]):
         """Have `item` wait in `hold`."""
         self.passed(hold, item[0], item[2])
         hold.streams.add(item[2])
+        self._on_change((item[2],))
         hold.held.offer_head(item, hold.after)
 
     def passed(self, hold: AddressHold, seq: int, stream: int) -> None:
@@ -405,6 +424,7 @@ class AddressHolds(dict[str, AddressHold]):
         """Remove a hold in which nothing waits any more."""
         assert not hold.is_over, "it is dropped once"
         self._apply(hold, Event.END)
+        self._on_change(hold.streams)
         del self[hold.unit]
         self._labels[hold.label] -= 1
         self._young.pop(hold.unit, None)
@@ -413,6 +433,11 @@ class AddressHolds(dict[str, AddressHold]):
         hold.held.clear()
         if hold.has_row:
             self._log.cursors.drop(self._row_of(hold))
+
+    def confirmed(self, hold: AddressHold) -> None:
+        """Note that all that was read back has left; some of it may have been refused again."""
+        if (hold.progress.state, Event.CONFIRMED) in RULES:
+            self.drop(hold)
 
     def uncover(self, hold: AddressHold) -> None:
         """Begin to read back a merged unit: from now on it covers only addresses that are refused again."""

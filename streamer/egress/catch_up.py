@@ -251,7 +251,6 @@ class CatchUp:
                 continue
             self.found.pop(stream, None)
             self._topic_holds.serve(stream, (target for target in targets if target.authority not in held.served))
-            self._plans.by_stream.pop(stream, None)
             if not is_open and stream not in self.topics:
                 self._topic_holds.forget(stream)
         await asyncio.sleep(0)
@@ -312,7 +311,6 @@ class CatchUp:
         if known is None and self._topic_holds.free_capacity <= 0:
             return
         self._topic_holds.hold(stream, after)
-        self._plans.by_stream.pop(stream, None)
         self.recheck[stream] = None
 
     async def _targets_in(self, hold: AddressHold) -> dict[int, tuple[Target, ...]]:
@@ -342,11 +340,9 @@ class CatchUp:
         for stream in topics:
             if stream in self._topic_holds:
                 self._topic_holds.serve(stream, targets[stream])
-                self._plans.by_stream.pop(stream, None)
                 self.recheck[stream] = None
         for hold in addresses:
-            if hold.progress.state is RETURNING:
-                self._release(hold)
+            self._address_holds.confirmed(hold)
         return True
 
     def _add(self, item: QueuedRecord, now_ms: int) -> None:
@@ -361,12 +357,6 @@ class CatchUp:
         plan = self._plans.plan_for(stream, targets)
         self._plans.count_held(plan, seq, stream)
         self._sender.queue.add(self._plans.copies(plan, item))
-
-    def _release(self, hold: AddressHold) -> None:
-        """Drop a hold in which nothing waits any more."""
-        for stream in hold.streams:
-            self._plans.by_stream.pop(stream, None)
-        self._address_holds.drop(hold)
 
     # Trying held addresses
 
@@ -391,7 +381,7 @@ class CatchUp:
         if hold.is_over:  # it ended while it was read
             return
         if first is None:
-            self._release(hold)
+            self._address_holds.drop(hold)
             return
         self.trying[first[0], first[1].stamp.address], hold.tried = hold, first[0]
         self._sender.queue.put_back([first])
@@ -447,7 +437,7 @@ class CatchUp:
             self.reading.on_gap(after, until + 1, Gap.REASON_UNDELIVERED)
         self._address_holds.ended += 1
         if not hold.is_over:
-            self._release(hold)
+            self._address_holds.drop(hold)
 
     def sent_of_hold(self, hold: AddressHold) -> int:
         """Returns the seq up to which the records of this hold have left."""

@@ -109,8 +109,6 @@ class Holding:
                 self._address_holds.wait_behind(hold, item)
                 streams.add(item[2])
         if streams:
-            for stream in streams:
-                self._plans.by_stream.pop(stream, None)
             self._wait_behind(streams)
         return others
 
@@ -121,7 +119,7 @@ class Holding:
         if not held:
             return beyond
         streams, holds, first = set[int](), set[AddressHold](), dict[AddressHold, int]()
-        merges, is_shared = self._address_holds.merges, False
+        is_shared = False
         for one in held:
             item, status, kind = one
             address, authority = self._peer.addressed(item[1])
@@ -131,8 +129,7 @@ class Holding:
                     streams |= known.streams
                     if known.progress.state is RETURNING:
                         first[known] = self._plans.read
-                # streams without a record in the hold would go on to send to its address
-                is_shared |= known.unit[0] == "=" and bool(known.streams) and item[2] not in known.streams
+                is_shared |= known.is_new_to(item[2])
             was_tried, was_heard = self._catch_up.trial_of(item) is not None, item[2] in self.heard
             hold = self._address_holds.hold(
                 address, authority, known, item, status, kind, was_heard=was_heard, was_tried=was_tried
@@ -144,10 +141,6 @@ class Holding:
                 self._peer.spans.held(self._peer.name, item[1], kind, status)
             streams.add(item[2])
             holds.add(hold)
-        if is_shared or merges != self._address_holds.merges:
-            self._plans.by_stream.clear()
-        for stream in streams:
-            self._plans.by_stream.pop(stream, None)
         self._wait_behind(None if is_shared else streams)
         if first:
             self._move_returning(first, [*(item for item, *_ in held), *again])
@@ -284,7 +277,7 @@ class Holding:
         # for records of a hold that are tried or read back, the position from which they are owed counts
         first = [seq for seq, _, stream in unsent if seq <= self._owed.get(stream, seq)]
         self._plans.is_followed = True
-        self._plans.by_stream.clear()
+        self._plans.forget_plans(None)
         return min([self._plans.read, *(seq - 1 for seq in first)])
 
     def _owe(self) -> None:
@@ -319,7 +312,7 @@ class Holding:
                 self._topic_holds.hold(stream, max(after, had))
                 self._catch_up.recheck[stream] = None
         self._owed.clear_all()
-        plans.by_stream.clear()
+        plans.forget_plans(None)
         if seq < plans.read:
             plans.pushed_to, plans.read = plans.read, max(seq, self._log.floor_seq)
         return plans.read

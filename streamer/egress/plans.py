@@ -10,7 +10,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, cast
 
 from history.log.log import Log
@@ -22,6 +22,7 @@ from streamer.walk.endpoint import Endpoint
 from streamer.walk.sender import QueuedRecord
 from streamer.walk.view import Decision, Target, View
 from uprotocol import attributes as attrs
+from uprotocol import cache as caches
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage, Readdressed
 from uprotocol.v1.uri_pb2 import UUri
@@ -50,7 +51,7 @@ class Plans:
     ) -> None:
         self.peer, self.log, self._view = peer, source, view
         self.topic_holds, self.address_holds = topic_holds, address_holds
-        self.by_stream: dict[int, Plan] = {}
+        self._by_stream: dict[int, Plan] = {}
         self._origins: dict[int, str] = {}
         # by stream and authority: when the next message of a thinned topic is due, Unix milliseconds
         self.due_ms: dict[int, dict[str, int]] = {}
@@ -71,8 +72,16 @@ class Plans:
 
     def forget_all(self) -> None:
         """Make each plan again, since rules or endpoints may have changed."""
-        self.by_stream.clear()
+        self._by_stream.clear()
         self._origins.clear()
+
+    def forget_plans(self, streams: Iterable[int] | None) -> None:
+        """Make the plans of these streams again, since holds or interest have changed; None: all plans."""
+        if streams is None:
+            self._by_stream.clear()
+        else:
+            for stream in streams:
+                self._by_stream.pop(stream, None)
 
     # Targets of a stream
 
@@ -196,15 +205,37 @@ class Plans:
         as_is = not (copies or whole or thinned or park or held)
         return Plan(targets, since, as_is, copies, whole, park, held)
 
-    # Messages for a record
+    # Messages
+
+    def messages_of(self, chunk: Chunk) -> list[QueuedRecord] | None:
+        """Returns the messages to send for the new records in `chunk`, and holds undecided topics from here on. None:
+        too many topics would have to be held."""
+        by_stream = self._by_stream
+        if len(by_stream) > caches.streams_max:
+            self.forget_all()  # before those of this chunk are made, since all of them are needed at once
+        for stream in chunk.stream_set.difference(by_stream):
+            by_stream[stream] = self.plan(stream)
+        wanted = [plan for stream in chunk.stream_set if (plan := by_stream[stream]) is not SKIP]
+        parks = sum([plan.park for plan in wanted])
+        self.lacks_capacity = bool(parks) and parks > self.topic_holds.free_capacity
+        if self.lacks_capacity:
+            return None
+        fresh = chunk.after(self.read)
+        items = list[QueuedRecord]()
+        if len(wanted) == len(chunk.stream_set) and all(plan.as_is and plan.since < fresh.first_seq for plan in wanted):
+            items = list(zip(fresh.seqs, cast(Sequence[EncodedMessage], fresh.messages), fresh.streams, strict=True))
+        elif wanted:
+            items = [copy for item in items_of(fresh) for copy in self.messages_for(item)]
+        self.read = chunk.last_seq
+        return items
 
     def messages_for(self, item: QueuedRecord) -> list[QueuedRecord]:
         """Returns the messages to send for `item` by its stream's plan; first holds its topic if it is undecided."""
         seq, _, stream = item
-        plan = self.by_stream[stream]
+        plan = self._by_stream[stream]
         if plan.park:
             self.topic_holds.park(stream, seq - 1, plan.targets)
-            plan = self.by_stream[stream] = self.plan(stream)
+            plan = self._by_stream[stream] = self.plan(stream)
         self.count_held(plan, seq, stream)
         if seq <= plan.since or not plan.targets:
             return []
@@ -242,8 +273,8 @@ class Plans:
 
     def forget(self, streams: frozenset[int]) -> None:
         """Forget streams that the log has forgotten."""
-        for stream in streams.intersection(self.by_stream):
-            del self.by_stream[stream]
+        for stream in streams.intersection(self._by_stream):
+            del self._by_stream[stream]
         for stream in streams.intersection(self.due_ms):
             del self.due_ms[stream]
         for stream in streams.intersection(self._origins):

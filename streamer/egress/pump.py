@@ -18,20 +18,19 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Final, cast
+from typing import Final
 
 import structlog
 
 from history.log.log import Log, RetentionLoss
-from history.records.chunk import Chunk
 from streamer.egress import rows
 from streamer.egress.address_holds import HELD_HOURS, AddressHolds
 from streamer.egress.catch_up import Aside, CatchUp, Reading, loop_time
 from streamer.egress.expiry import Expiry
 from streamer.egress.holding import Holding
-from streamer.egress.plans import SKIP, Plans, items_of
+from streamer.egress.plans import SKIP, Plans
 from streamer.egress.rows import OwnedCursor, row
 from streamer.egress.topic_holds import OwedTopics, TopicHolds
 from streamer.letters.dead_letter import DeadLetters
@@ -42,11 +41,9 @@ from streamer.walk.paused import Pause, Paused
 from streamer.walk.sender import LAND_S, Landed, OrderKey, QueuedRecord, Sender, key_of
 from streamer.walk.view import Version, View
 from transports.base import NOT_TRIED
-from uprotocol import cache as caches
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.core.usubscription.wire import to_uri
-from uprotocol.encoded import EncodedMessage
 from uprotocol.pacing import Backoff, Pace
 from uprotocol.status import UStatusError, code_name, settle
 from usubscription_client.interest import Topics
@@ -87,8 +84,9 @@ class Pump:
         self._version: Version | None = None  # of the view by which the plans were made
         self._pauses_known = frozenset[Pause]()
         self._backoff, self._flow = backoff, flow
-        self.topic_holds = TopicHolds(source, peer.name, absent_ms_max)
-        self.address_holds = AddressHolds(source, peer.name, loop_time, refused_hours * 3_600, unheard_hours * 3_600)
+        self.topic_holds = TopicHolds(source, peer.name, absent_ms_max, self._forget_plans)
+        limits_s = refused_hours * 3_600, unheard_hours * 3_600
+        self.address_holds = AddressHolds(source, peer.name, loop_time, *limits_s, self._forget_plans)
         self.owed = OwedTopics(source, peer.name)
         # Paced messages leave in batches of a quarter of a second, since urgent messages wait for the batch before
         # them, and a larger batch would leave at once after its wait
@@ -306,7 +304,7 @@ class Pump:
                     continue
                 if queue.messages >= WINDOW_MESSAGES_MAX or queue.bytes >= WINDOW_BYTES_MAX:
                     return False
-                items = messages_of(chunk, plans)
+                items = plans.messages_of(chunk)
                 if items is None:
                     return not queue.messages
                 if items:
@@ -380,7 +378,7 @@ class Pump:
             for topic in sorted(topics):  # so that a run can be replayed
                 stream = self.log.known_id(to_uri(topic))
                 if stream is not None:
-                    self.plans.by_stream.pop(stream, None)
+                    self.plans.forget_plans((stream,))
                     if stream in self.topic_holds:
                         self.catch_up.recheck[stream] = None
             return
@@ -391,6 +389,9 @@ class Pump:
             self.holding.hold_paused(self._paused, fresh)
         self._pauses_known = pauses
         self.catch_up.recheck = dict.fromkeys(self.topic_holds)
+
+    def _forget_plans(self, streams: Iterable[int] | None) -> None:
+        self.plans.forget_plans(streams)
 
     def _pauses_changed(self) -> None:
         self.sender.is_held = True
@@ -432,29 +433,6 @@ def _report_skipped(pump: Pump) -> None:
     for after, seq in rows.units_of(cursors.seqs(), "skipped", pump.peer.name).items():
         pump.reading.on_gap(int(after), seq + 1, Gap.REASON_SKIPPED)
         cursors.drop(row("skipped", pump.peer.name, after))
-
-
-def messages_of(chunk: Chunk, plans: Plans) -> list[QueuedRecord] | None:
-    """Returns the messages to send for the new records in `chunk`, and holds undecided topics from here on. None: too
-    many topics would have to be held."""
-    by_stream = plans.by_stream
-    if len(by_stream) > caches.streams_max:
-        plans.forget_all()  # before those of this chunk are made, since all of them are needed at once
-    for stream in chunk.stream_set.difference(by_stream):
-        by_stream[stream] = plans.plan(stream)
-    wanted = [plan for stream in chunk.stream_set if (plan := by_stream[stream]) is not SKIP]
-    parks = sum([plan.park for plan in wanted])
-    plans.lacks_capacity = bool(parks) and parks > plans.topic_holds.free_capacity
-    if plans.lacks_capacity:
-        return None
-    fresh = chunk.after(plans.read)
-    items = list[QueuedRecord]()
-    if len(wanted) == len(chunk.stream_set) and all(plan.as_is and plan.since < fresh.first_seq for plan in wanted):
-        items = list(zip(fresh.seqs, cast(Sequence[EncodedMessage], fresh.messages), fresh.streams, strict=True))
-    elif wanted:
-        items = [copy for item in items_of(fresh) for copy in plans.messages_for(item)]
-    plans.read = chunk.last_seq
-    return items
 
 
 def _units_of_batch(batch: list[QueuedRecord]) -> int:

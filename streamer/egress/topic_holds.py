@@ -10,7 +10,7 @@ record of an open topic -> hold -> nobody wants it    -> forget
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,10 +38,11 @@ class TopicHolds(dict[int, TopicHold]):
     """The topics of one peer that are undecided or paused, by the log's id of their stream. Owns the log's cursors
     `parked:PEER:STREAM`."""
 
-    def __init__(self, source: Log, peer: str, wait_ms_max: int) -> None:
-        """`wait_ms_max`: how long retention by age waits for each of them."""
+    def __init__(self, source: Log, peer: str, wait_ms_max: int, on_change: Callable[[Iterable[int]], None]) -> None:
+        """`wait_ms_max`: how long retention by age waits for each of them. `on_change(streams)`: they are held now, or
+        otherwise than before."""
         super().__init__()
-        self._log, self._peer, self._wait_ms_max = source, peer, wait_ms_max
+        self._log, self._peer, self._wait_ms_max, self._on_change = source, peer, wait_ms_max, on_change
         self._ran_ms = 0  # running time of the streamer at the last call of `wait`
 
     @property
@@ -74,6 +75,7 @@ class TopicHolds(dict[int, TopicHold]):
         parked.whole = parked.whole or any(
             target.period_ms is None and target.since <= parked.after for target in targets
         )
+        self._on_change((stream,))
 
     def move(self, stream: int, after: int) -> None:
         self[stream].after = after
@@ -84,10 +86,12 @@ class TopicHolds(dict[int, TopicHold]):
         known = self.get(stream)
         self[stream] = TopicHold(after, self._ran_ms if known is None else known.began)
         self._save(stream)
+        self._on_change((stream,))
 
     def forget(self, stream: int) -> None:
         del self[stream]
         self._log.cursors.drop(row("parked", self._peer, stream))
+        self._on_change((stream,))
 
     def wait(self, ms: int) -> None:
         """Note that `ms` have passed."""

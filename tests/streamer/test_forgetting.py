@@ -45,7 +45,7 @@ async def test_a_forgotten_topic_is_decided_and_delivered_again(make_world: Make
     assert forget(log) == 1
     assert not log.knows_stream(old)
     assert old not in {verdict.stream for verdict in ingress._verdicts.values()}
-    assert old not in pump.plans.by_stream
+    assert old not in pump.plans._by_stream
     await vehicle.send(publish(SPEED, "2"))
     await heard.expect(2)
     assert heard.texts == ["1", "2"]

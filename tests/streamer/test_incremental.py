@@ -152,7 +152,7 @@ class Driven:
             assert all(address in ingress._verdicts for known in ingress._published.values() for address in known)
         for pump in self.streamer.assembly.pumps:
             pump.refresh_plans()
-            for stream, plan in pump.plans.by_stream.items():
+            for stream, plan in pump.plans._by_stream.items():
                 assert planned(plan) == planned(pump.plans.plan(stream))
             for stream, parked in pump.topic_holds.items():
                 targets, is_open = pump.plans.wanted(stream)
@@ -244,7 +244,7 @@ async def test_one_subscription_more_costs_a_look_at_its_topic(
     await vehicle.send(publish(known[0]))
     await world.until(lambda: pumps["mcu"].retries > 3 and pumps["cloud"].cursor == 2_001)
     ingress, filters = streamer.assembly.ingresses["vehicle"], streamer.assembly.networks["vehicle"].filters
-    verdicts, plans = dict(ingress._verdicts), dict(pumps["cloud"].plans.by_stream)
+    verdicts, plans = dict(ingress._verdicts), dict(pumps["cloud"].plans._by_stream)
     assert len(verdicts) == len(plans) == 2_000
     looks, routes = filters.looks, streamer.assembly.home.transport.listeners._routes
     route_looks, attempts = routes.looks, pumps["mcu"]._backoff._attempts
@@ -262,7 +262,7 @@ async def test_one_subscription_more_costs_a_look_at_its_topic(
     await vehicle.send(publish(one_more))
     await heard.expect(1)
     assert {address: ingress._verdicts.get(address) for address in verdicts} == verdicts
-    assert all(pumps["cloud"].plans.by_stream[stream] is plan for stream, plan in plans.items())
+    assert all(pumps["cloud"].plans._by_stream[stream] is plan for stream, plan in plans.items())
     assert not woken
     assert pumps["mcu"]._backoff._attempts >= attempts
     await client.close()
