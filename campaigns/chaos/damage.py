@@ -268,7 +268,7 @@ async def observe(base: Base, data_dir: Path) -> Seen:
                 await _read_history(stage, base.incarnation, base.first, seen)
             streamer = stage.streamer
             seen.problems = [problem for problem in streamer.parts.problems() if TELLING.search(problem)]
-            seen.peer_gaps = sum(pump.reading.gaps for pump in streamer.assembly.pumps if pump.peer.name == "cloud")
+            seen.peer_gaps = sum(pump.losses.gaps for pump in streamer.assembly.pumps if pump.peer.name == "cloud")
             seen.same_log = streamer.assembly.logs.durable.incarnation == base.incarnation
     except UStatusError as error:
         seen.refused = str(error)

@@ -33,7 +33,7 @@ from streamer.commands.letters import moment_ms
 from streamer.commands.options import AsJson, DataDir, endpoints
 from streamer.egress import claims, skipping
 from streamer.egress.claims import Listed
-from streamer.egress.positions import Positions
+from streamer.egress.positions import EndpointPositions
 from streamer.egress.rows import HOLDER, endpoints_of, parsed, row, units_of
 from streamer.operating import control
 from uprotocol import uri as uris
@@ -168,11 +168,13 @@ def listed(path: Path) -> list[Listed]:
     rows, newest, oldest = _rows(path)
     found = {name: Cursor(seq, lease, bool(holds), *rest) for name, seq, lease, holds, *rest in rows}
     seqs = {name: one.seq for name, one in found.items()}
-    waiting = {name: _waiting(path, Positions.of(seqs, name), newest, oldest) for name in endpoints_of(seqs, "egress")}
+    waiting = {
+        name: _waiting(path, EndpointPositions.of(seqs, name), newest, oldest) for name in endpoints_of(seqs, "egress")
+    }
     return claims.listed(found, waiting)
 
 
-def _waiting(path: Path, positions: Positions, newest: int, oldest: int) -> int:
+def _waiting(path: Path, positions: EndpointPositions, newest: int, oldest: int) -> int:
     """Returns how many records wait for an endpoint. Raises as `listed`."""
     first = min(max(positions.first, oldest - 1), newest)
     to, records, kinds = min(newest, first + claims.COUNTED_MAX), 0, dict[int, bool]()
@@ -254,9 +256,9 @@ async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False, 
         rows = log.cursors.all()
         _require(rows, old)
         seqs = log.cursors.seqs()
-        both = leaves = Positions.of(seqs, old)
+        both = leaves = EndpointPositions.of(seqs, old)
         if row("egress", new) in rows:
-            heir = Positions.of(seqs, new)
+            heir = EndpointPositions.of(seqs, new)
             if not out_of_order:
                 began = seqs.get(row("began", new), leaves.overall)
                 await _require_order(log, old, leaves, new, began, heir.overall)
@@ -289,7 +291,7 @@ async def _adopt(path: Path, old: str, new: str, *, out_of_order: bool = False, 
 async def _require_no_publishes(log: Log, pushed: str, followed: str, new: str) -> None:
     """Raises FAILED_PRECONDITION if publishes wait for endpoint `pushed`, since who follows behind `followed` would
     never read them. `new` is the one of both that is configured."""
-    positions, newest = Positions.of(log.cursors.seqs(), pushed), log.newest_seq
+    positions, newest = EndpointPositions.of(log.cursors.seqs(), pushed), log.newest_seq
 
     def after(stream: int) -> int | None:  # any publish may wait for a held address
         return min(positions.after_in(log, stream), positions.first_held) if is_publish(log.stream(stream)) else None
@@ -306,7 +308,7 @@ async def _require_no_publishes(log: Log, pushed: str, followed: str, new: str) 
         raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}, and from where it is. {how} they have left")
 
 
-async def _require_order(log: Log, old: str, leaves: Positions, new: str, began: int, read: int) -> None:
+async def _require_order(log: Log, old: str, leaves: EndpointPositions, new: str, began: int, read: int) -> None:
     """Raises FAILED_PRECONDITION if `new`, which got the seqs after `began` up to `read`, has newer records of a topic
     of which records wait for `old`."""
     if read <= began:
@@ -359,7 +361,7 @@ async def _skip(path: Path, endpoint: str, to_ms: int, *, dry_run: bool) -> dict
         if row("followed", endpoint) in rows:
             what = f"endpoint {endpoint!r} follows our history, and reads publishes by itself: have it skip there"
             raise UStatusError(UCode.FAILED_PRECONDITION, what)
-        positions = Positions.of(log.cursors.seqs(), endpoint)
+        positions = EndpointPositions.of(log.cursors.seqs(), endpoint)
         to, after = await log.seq_before_time(to_ms), positions.first_of_all
         first = min(positions.overall, positions.first_held)  # records of any topic may wait for a held address
         streams = positions.streams

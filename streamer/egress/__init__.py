@@ -7,8 +7,10 @@ expiry.py             Expiry: records that retention deletes before the peer got
 held_records.py       Which records wait in one held address
 hold_state.py         The states of a held address, as a table
 holding.py            Holding: records begin to wait: refused, unheard, paused, handed over
+in_hand.py            InHand: what was read and has not left: queued, in flight, or aside
+losses.py             PeerLosses: what a peer does not get: dead letters and gaps
 plans.py              Plans: what of a log goes to one peer, as which copies
-positions.py          Positions: up to where an endpoint has had the records of a log, by its rows
+positions.py          EndpointPositions: up to where an endpoint has had the records of a log, by its rows
 pump.py               Egress: one pump per peer and log. Reads after its cursor, sends in batches, settles the answers
 reasons.py            Why messages to an address wait, and how operators and logs call it
 rows.py               The names of cursors in the log, made and taken apart

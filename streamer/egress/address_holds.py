@@ -24,7 +24,7 @@ import structlog
 
 from history.log.log import Log
 from streamer.egress.held_records import HeldBudget, HeldRecords
-from streamer.egress.hold_state import NEW, OVER, RULES, TRYING, WAITING, Event, HoldProgress, begun, step
+from streamer.egress.hold_state import NEW, OVER, RULES, TRYING, WAITING, HoldEvent, HoldProgress, begun, step
 from streamer.egress.reasons import ACCESS_CODES, LABELS, PASSING_CODES, Kind, Label, text_of
 from streamer.egress.rows import HOLDER, NOTE_S, row, rows_left, units_of
 from streamer.walk.sender import QueuedRecord
@@ -244,12 +244,12 @@ class AddressHolds(dict[str, AddressHold]):
             self.wait_behind(known, item)
         else:
             self._on_change((item[2],))
-        is_put_off = self._apply(known, Event.TRIAL_NOT_TAKEN if was_tried else Event.NOT_TAKEN)
+        is_put_off = self._apply(known, HoldEvent.TRIAL_NOT_TAKEN if was_tried else HoldEvent.NOT_TAKEN)
         if is_put_off and known.has_row and now - known.began >= known.saved_s + NOTE_S:
             self._save(known)
         return known
 
-    def _apply(self, hold: AddressHold, event: Event) -> bool:
+    def _apply(self, hold: AddressHold, event: HoldEvent) -> bool:
         """Have the table of states change a hold. Returns whether it is tried at another time now."""
         hold.progress, is_put_off = step(hold.progress, event, self._time())
         if is_put_off:
@@ -363,7 +363,7 @@ class AddressHolds(dict[str, AddressHold]):
 
     def begin_return(self, hold: AddressHold) -> None:
         """Note that everything in `hold` is read back and sent from now on. What is refused again counts again."""
-        self._apply(hold, Event.READ_BACK)
+        self._apply(hold, HoldEvent.READ_BACK)
         hold.held.clear()
 
     def _is_behind_cursor(self, hold: AddressHold) -> bool:
@@ -384,7 +384,7 @@ class AddressHolds(dict[str, AddressHold]):
             if hold.unit in self._young and now >= hold.began + YOUNG_S:
                 self._save(hold)
             if hold.progress.state is WAITING and hold.progress.due_at <= now:
-                self._apply(hold, Event.DUE)
+                self._apply(hold, HoldEvent.DUE)
                 count -= 1
                 yield hold
 
@@ -393,7 +393,7 @@ class AddressHolds(dict[str, AddressHold]):
 
     def try_now(self, hold: AddressHold) -> None:
         """Try a hold at once: the network may take its messages now."""
-        self._apply(hold, Event.NEWS)
+        self._apply(hold, HoldEvent.NEWS)
 
     def try_all(self, kind: Kind | None = None) -> None:
         """Try all holds at once, or those of one kind."""
@@ -411,11 +411,11 @@ class AddressHolds(dict[str, AddressHold]):
 
     def not_tried(self, hold: AddressHold) -> None:
         """Note that the first message was removed before it left."""
-        self._apply(hold, Event.WITHDRAWN)
+        self._apply(hold, HoldEvent.WITHDRAWN)
 
     def taken(self, hold: AddressHold) -> None:
         """Note that the network has taken the first message. The rest is read back soon."""
-        self._apply(hold, Event.TRIAL_TAKEN)
+        self._apply(hold, HoldEvent.TRIAL_TAKEN)
         if self._time() - hold.began >= YOUNG_S and self._labels[hold.label] <= LOGGED_MAX:
             what = "the network takes messages for an address again: what has waited follows"
             log.info(what, endpoint=self._peer, address=hold.name, records=hold.records)
@@ -423,7 +423,7 @@ class AddressHolds(dict[str, AddressHold]):
     def drop(self, hold: AddressHold) -> None:
         """Remove a hold in which nothing waits any more."""
         assert not hold.is_over, "it is dropped once"
-        self._apply(hold, Event.END)
+        self._apply(hold, HoldEvent.END)
         self._on_change(hold.streams)
         del self[hold.unit]
         self._labels[hold.label] -= 1
@@ -436,7 +436,7 @@ class AddressHolds(dict[str, AddressHold]):
 
     def confirmed(self, hold: AddressHold) -> None:
         """Note that all that was read back has left; some of it may have been refused again."""
-        if (hold.progress.state, Event.CONFIRMED) in RULES:
+        if (hold.progress.state, HoldEvent.CONFIRMED) in RULES:
             self.drop(hold)
 
     def uncover(self, hold: AddressHold) -> None:

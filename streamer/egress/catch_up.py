@@ -5,31 +5,28 @@
                                               '-> refused: later; at its limit: dead letters
 
 Live records are sent meanwhile. One reading back covers everything that was found or taken before it begins.
-
-Aside: streams that don't get through though others do wait in memory, and are tried at intervals.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Set
 from itertools import chain, islice
-from operator import itemgetter
 from typing import Final
 
 import structlog
 
+from history.log.log import Log
 from history.records.chunk import Scan
 from streamer.egress.address_holds import AddressHold
 from streamer.egress.hold_state import RETURNING, TAKEN
+from streamer.egress.in_hand import InHand, loop_time
+from streamer.egress.losses import PeerLosses
 from streamer.egress.plans import Plans, items_of
-from streamer.letters.dead_letter import DeadLetters
-from streamer.walk.sender import OrderKey, PriorityQueue, QueuedRecord, Sender, key_of
+from streamer.walk.sender import QueuedRecord
 from streamer.walk.view import Target
 from uprotocol import uuid as uuids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
-from uprotocol.pacing import Backoff
 from uprotocol.v1.ucode_pb2 import UCode
 
 RECHECK_TOPICS: Final = 256  # topics checked in one step, which takes the loop some milliseconds
@@ -38,28 +35,17 @@ TRY_EVERY_S: Final = 0.1  # between two rounds, so that thousands of held addres
 # for so long after the first message of an address was taken, others are tried; all are read back together
 GATHER_S: Final = 0.2
 GATHERED_MAX: Final = 512
-LETTERS_OF_HOLD_MAX: Final = 100  # dead letters of a hold at its limit; of more records only the range is reported
-ASIDE_MESSAGES_MAX: Final = 8_192  # kept in memory for streams that are stuck; with more, the peer waits for them
-ASIDE_BYTES_MAX: Final = 16 << 20  # of payload
-ASIDE_TRIED_MAX: Final = 16  # messages of one stream, to see whether it moves again
-
 READ_MESSAGES_MAX: Final = 2_048  # per read of the log from disk: enough to be worth a call in a thread
 READ_BYTES_MAX: Final = 4 << 20  # per read of the log
 
 log = structlog.get_logger()
 
 
-OnGap = Callable[[int, int, Gap.Reason.ValueType], None]
-"""(seq before, seq after, reason): the records between these two seqs are lost to the peer."""
-
-
 class Reading:
-    """Reads the log of a pump from disk, and reports what the peer does not get. It shares the pump's plans."""
+    """Reads the log of a pump from disk."""
 
-    def __init__(self, plans: Plans, dead_letters: DeadLetters, on_gap: OnGap) -> None:
-        self._plans, self._log, self._peer, self.on_gap = plans, plans.log, plans.peer, on_gap
-        self._dead_letters = dead_letters
-        self.gaps = 0  # records that were lost to retention or damage before the peer got them
+    def __init__(self, source: Log, losses: PeerLosses) -> None:
+        self._log, self._losses = source, losses
 
     async def scan(self, position: int, streams: Set[int] | None = None, until: int | None = None) -> Scan:
         """Read the records after `position` that are no longer in memory. Raises UStatusError."""
@@ -67,118 +53,18 @@ class Reading:
             position, max_records=READ_MESSAGES_MAX, max_bytes=READ_BYTES_MAX, streams=streams, until=until
         )
         for after, before in found.gaps:
-            self.lost(after, before)
+            self._losses.lost(after, before)
         return found
-
-    def lost(self, after: int, before: int) -> None:
-        """Report the records between these two as lost."""
-        self.gaps += before - after - 1
-        what = "records were lost to retention or damage before the peer got them"
-        log.error(what, peer=self._peer.name, after=after, before=before)
-        is_retention = before - 1 <= self._log.floor_seq
-        self.on_gap(after, before, Gap.REASON_RETENTION if is_retention else Gap.REASON_CORRUPTION)
-
-    def dead(self, item: QueuedRecord, code: UCode.ValueType, reason: str) -> None:
-        self._peer.dropped["undeliverable"] += 1
-        self._dead_letters.add(item[1], code, reason, self._peer.name)
-
-
-class Aside(dict[OrderKey, deque[QueuedRecord]]):
-    """The streams of `queue` that don't get through though others do, each with its items that wait. `time` is the
-    event loop's.
-
-    sent: some taken, one not -> put aside --due--> the first few of each, with the others -> taken: back to the queue
-                                   ^                                                     '-> not taken: later
-                                   '-- new messages with the same OrderKey wait behind it
-    """
-
-    def __init__(self, queue: PriorityQueue[QueuedRecord], backoff: Backoff, time: Callable[[], float]) -> None:
-        super().__init__()
-        self._queue, self._backoff, self._time = queue, backoff, time
-        self._tried: set[OrderKey] = set()
-        self.due_at = 0.0  # loop time of the next try
-        self.messages = self.bytes = 0
-
-    @property
-    def streams(self) -> set[int]:
-        """Returns their ids in the log."""
-        return {item[2] for queue in self.values() for item in queue}
-
-    @property
-    def is_full(self) -> bool:
-        return self.messages >= ASIDE_MESSAGES_MAX or self.bytes >= ASIDE_BYTES_MAX
-
-    @property
-    def oldest_seq(self) -> int | None:
-        return min((item[0] for queue in self.values() for item in queue), default=None)
-
-    def takes(self, item: QueuedRecord) -> bool:
-        """Have `item` wait if its stream is stuck. Returns whether it waits."""
-        queue = self.get(key_of(item[1]))
-        if queue is None:
-            return False
-        queue.append(item)
-        self._count([item], 1)
-        return True
-
-    def take_out(self, which: Callable[[QueuedRecord], bool]) -> list[QueuedRecord]:
-        """Remove and return the items for which `which` is true, here and from the queue."""
-        taken = list[QueuedRecord]()
-        for key, queue in list(self.items()):
-            out = [item for item in queue if which(item)]
-            if out:
-                taken += out
-                ids = set(map(id, out))
-                self[key] = deque(item for item in queue if id(item) not in ids)
-                if not self[key]:
-                    del self[key]
-        self._count(taken, -1)
-        return taken + self._queue.take_out(which)
-
-    def due(self) -> list[QueuedRecord]:
-        """Returns the first items of each stream, if it is time to try them. The caller then calls `put_back` with
-        those that did not get through."""
-        if not self or self._time() < self.due_at:
-            return []
-        self._tried.update(self)
-        found = [queue.popleft() for queue in self.values() for _ in range(min(len(queue), ASIDE_TRIED_MAX))]
-        self._count(found, -1)
-        return found
-
-    def put_back(self, again: Sequence[QueuedRecord], stuck: Set[OrderKey] = frozenset()) -> None:
-        """Put items back that have not got through: in front of their stream if it is stuck, else of the queue. Also
-        put the rest of the streams back whose `due` items got through."""
-        apart, rest = list[QueuedRecord](), list[QueuedRecord]()
-        for item in again:
-            key = key_of(item[1])
-            (apart if key in stuck or key in self else rest).append(item)
-        for item in reversed(apart):
-            key = key_of(item[1])
-            self.setdefault(key, deque()).appendleft(item)
-            self._tried.discard(key)
-        self._count(apart, 1)
-        if apart:
-            self.due_at = self._time() + self._backoff.next_ms() / 1000
-        moving = [item for key in self._tried for item in self.pop(key, ())]
-        self._tried.clear()
-        self._count(moving, -1)
-        if not self:
-            self._backoff.reset()
-        # in order of seq, since the cursor depends on the first item, which has to be the oldest
-        self._queue.put_back(sorted(rest + moving, key=itemgetter(0)))
-
-    def _count(self, items: Sequence[QueuedRecord], sign: int) -> None:
-        self.messages += sign * len(items)
-        self.bytes += sign * sum(len(item[1].payload) for item in items)
 
 
 class CatchUp:
     """Reads back for one pump, whose plans, holds and queue it shares."""
 
-    def __init__(self, plans: Plans, sender: Sender[QueuedRecord], aside: Aside, reading: Reading) -> None:
+    def __init__(self, plans: Plans, in_hand: InHand, losses: PeerLosses) -> None:
         self._plans, self._peer, self._log = plans, plans.peer, plans.log
         self._topic_holds, self._address_holds = plans.topic_holds, plans.address_holds
-        self._sender, self._aside, self.reading = sender, aside, reading
+        self._in_hand, self._queue, self._losses = in_hand, in_hand.sender.queue, losses
+        self.reading = Reading(plans.log, losses)
         self.recheck: dict[int, None] = {}  # held topics whose interest has changed
         self.found: dict[int, tuple[Target, ...]] = {}  # held topics that are wanted, with the targets that want them
         self.taken: dict[AddressHold, None] = {}  # holds whose first message the network has taken
@@ -228,7 +114,7 @@ class CatchUp:
         elif self.is_under_way:
             return await self._read_back()
         elif self.found or self._is_time_to_read_back:
-            if self._sender.queue or self._sender.flights:
+            if not self._in_hand.has_left:
                 return False
             await self._begin_reading_back()
         else:
@@ -332,8 +218,7 @@ class CatchUp:
                 self._add(item, now)
             self.position = max(self.position, found.covered)
             return True
-        sender = self._sender
-        if sender.queue or sender.flights or not self._aside.streams.isdisjoint(self.targets):
+        if not self._in_hand.has_left or not self._in_hand.aside.streams.isdisjoint(self.targets):
             return False  # the holds keep their positions until all their records are confirmed
         targets, topics, addresses = self.targets, self.topics, self.addresses
         self.targets, self.topics, self.addresses = {}, set(), []
@@ -356,7 +241,7 @@ class CatchUp:
             return
         plan = self._plans.plan_for(stream, targets)
         self._plans.count_held(plan, seq, stream)
-        self._sender.queue.add(self._plans.copies(plan, item))
+        self._queue.add(self._plans.copies(plan, item))
 
     # Trying held addresses
 
@@ -384,7 +269,7 @@ class CatchUp:
             self._address_holds.drop(hold)
             return
         self.trying[first[0], first[1].stamp.address], hold.tried = hold, first[0]
-        self._sender.queue.put_back([first])
+        self._queue.put_back([first])
 
     async def _first_of(self, hold: AddressHold) -> QueuedRecord | None:
         """Returns the first message that waits; None: nothing waits."""
@@ -420,21 +305,11 @@ class CatchUp:
         after, until = hold.after, self._plans.read
         targets = await self._targets_in(hold)
         found = await self.reading.scan(after, targets.keys(), until) if targets else None
-        why = f"{hold.why}; it has waited for as long as it may (egress.{hold.kind}_hours)"
-        count = 0
+        copies = list[QueuedRecord]()
         for item in chain.from_iterable(map(items_of, found.chunks)) if found is not None else ():
-            wanted = tuple(one for one in targets.get(item[2], ()) if item[0] > one.since)
-            for copy in self._plans.copies(self._plans.unheld_plan(item[2], wanted), item) if wanted else ():
-                count += 1
-                if count <= LETTERS_OF_HOLD_MAX:
-                    self.reading.dead(copy, hold.code, why)
-        records, letters = max(hold.records, count), min(count, LETTERS_OF_HOLD_MAX)
-        self._peer.dropped["held_too_long"] += records - letters
-        what = "messages are not tried any more: the network did not take them for as long as they may wait"
-        counts = {"records": records, "dead_letters": letters}
-        log.error(what, endpoint=self._peer.name, to=hold.name, why=hold.why, after=after, until=until, **counts)
-        if records > letters:
-            self.reading.on_gap(after, until + 1, Gap.REASON_UNDELIVERED)
+            if wanted := tuple(target for target in targets.get(item[2], ()) if item[0] > target.since):
+                copies += self._plans.copies(self._plans.unheld_plan(item[2], wanted), item)
+        self._losses.held_too_long(hold, copies, after, until)
         self._address_holds.ended += 1
         if not hold.is_over:
             self._address_holds.drop(hold)
@@ -479,12 +354,8 @@ class CatchUp:
         expired = item[1].is_expired(now_ms)
         if expired:
             self.skip_trial(item)
-            self.reading.dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
+            self._losses.dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
         return expired
-
-
-def loop_time() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _both(some: tuple[Target, ...], more: tuple[Target, ...]) -> tuple[Target, ...]:

@@ -23,7 +23,7 @@ from history.file.load import Cursor
 from history.log.log import Log
 from history.records.chunk import is_publish
 from streamer.egress import skipping
-from streamer.egress.positions import Positions
+from streamer.egress.positions import EndpointPositions
 from streamer.egress.pump import Pump
 from streamer.egress.rows import WAITING, endpoints_of, parsed, row
 from streamer.reporting import Condition, Reporter, Sample
@@ -53,7 +53,7 @@ class Unclaimed:
         """Count what has come, or count again after cursors have moved."""
         source, cursors = self.log, self.log.cursors
         seqs = {name: seq for name in self.names if (seq := cursors.seq(name)) is not None}
-        positions, newest = Positions.of(seqs, self.endpoint), source.newest_seq
+        positions, newest = EndpointPositions.of(seqs, self.endpoint), source.newest_seq
         if seqs != self._seqs:
             self._seqs, self.records, self._counted_to = seqs, 0, min(max(positions.first, source.floor_seq), newest)
         chunks = source.tail(self._counted_to)
@@ -67,7 +67,7 @@ class Unclaimed:
 
     async def count(self) -> None:
         """Count all again, also those that are not in memory. Raises UStatusError."""
-        seqs, records, positions = self._seqs, self.records, Positions.of(self._seqs, self.endpoint)
+        seqs, records, positions = self._seqs, self.records, EndpointPositions.of(self._seqs, self.endpoint)
         found = await skipping.count(self.log, positions.first, self._counted_to, partial(positions.after_in, self.log))
         if seqs is self._seqs:
             self.records += found.records - records
@@ -75,7 +75,7 @@ class Unclaimed:
     @property
     def first(self) -> int:
         """Returns the seq after which the first record that waits may be."""
-        return Positions.of(self._seqs, self.endpoint).first_of_all
+        return EndpointPositions.of(self._seqs, self.endpoint).first_of_all
 
     @property
     def topics(self) -> int:
@@ -110,7 +110,7 @@ def listed(rows: Mapping[str, Cursor], records: Mapping[str, int]) -> list[Liste
 async def count(source: Log, endpoint: str, pump: Pump | None = None) -> int:
     """Returns how many records wait for an endpoint. With its pump, only those that somebody there wants count. Raises
     UStatusError."""
-    positions, newest = Positions.of(source.cursors.seqs(), endpoint), source.newest_seq
+    positions, newest = EndpointPositions.of(source.cursors.seqs(), endpoint), source.newest_seq
 
     def after(stream: int) -> int | None:
         if pump is not None and not (pump.plans.is_followed and is_publish(source.stream(stream))):

@@ -1,48 +1,34 @@
-"""What retention deletes before the peer got it: the first few records are dead letters, the rest is one range.
-
-A person looks at dead letters; a range is a gap, in the log of the streamer and in what it counts as lost.
-"""
+"""What retention deletes before the peer got it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
-from typing import Final
 
 from history.log.log import RetentionLoss
 from streamer.egress.catch_up import CatchUp
+from streamer.egress.losses import PeerLosses
 from streamer.egress.plans import Plans, items_of
 from streamer.egress.topic_holds import OwedTopics
 from streamer.walk.sender import QueuedRecord
-from uprotocol.v1.ucode_pb2 import UCode
-
-PASSED_LETTERS_MAX: Final = 100  # until the peer takes messages again
 
 
 class Expiry:
     """Reports what retention deletes of one pump, whose plans and holds it shares, and moves them behind it."""
 
-    def __init__(self, plans: Plans, owed: OwedTopics, catch_up: CatchUp) -> None:
-        self._plans, self._owed, self._catch_up = plans, owed, catch_up
+    def __init__(self, plans: Plans, owed: OwedTopics, catch_up: CatchUp, losses: PeerLosses) -> None:
+        self._plans, self._owed, self._catch_up, self._losses = plans, owed, catch_up, losses
         self._topic_holds, self._address_holds = plans.topic_holds, plans.address_holds
-        self.refill()
-
-    def refill(self) -> None:
-        """Allow PASSED_LETTERS_MAX dead letters again."""
-        self._letters_left = PASSED_LETTERS_MAX
 
     def passed(self, passed: RetentionLoss, cursor: int) -> None:
         """Report records that retention deleted and this peer may lack: the first few as dead letters, and the rest as
         one range."""
         plans, catch_up = self._plans, self._catch_up
         items = chain.from_iterable(map(items_of, passed.chunks))
-        lost = [item for item in items if self._still_wants(item[2], item[0])]
-        reported = lost[: self._letters_left]
-        self._letters_left -= len(reported)
-        for item in reported:
-            catch_up.reading.dead(item, UCode.RESOURCE_EXHAUSTED, "the log had to delete it before the peer was back")
+        unreported = self._losses.deleted([item for item in items if self._still_wants(item[2], item[0])])
         last = passed.before - 1
-        if lost_range := self._unreported(passed, lost[len(reported) :], cursor):
-            catch_up.reading.lost(*lost_range)
+        if lost_range := self._unreported(passed, unreported, cursor):
+            self._losses.lost(*lost_range)
         for stream, held in self._topic_holds.items():
             if held.after < last:
                 self._topic_holds.move(stream, last)
@@ -52,7 +38,9 @@ class Expiry:
         plans.read = max(plans.read, last)
         self._owed.move(last)
 
-    def _unreported(self, passed: RetentionLoss, unreported: list[QueuedRecord], cursor: int) -> tuple[int, int] | None:
+    def _unreported(
+        self, passed: RetentionLoss, unreported: Sequence[QueuedRecord], cursor: int
+    ) -> tuple[int, int] | None:
         """Returns the seqs before and after what is lost without a dead letter, or may be: `unreported`, and records
         that were not handed over. Of these, holds may lack those behind their positions."""
         last, holds = passed.before - 1, self._address_holds.values()

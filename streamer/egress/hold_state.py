@@ -15,7 +15,7 @@ RETRY_S_MIN: Final = 1.0  # until the first message of a hold is tried again; do
 RETRY_S_MAX: Final = 60.0
 
 
-class State(enum.Enum):
+class HoldState(enum.Enum):
     WAITING = enum.auto()  # nothing of it leaves
     TRYING = enum.auto()  # its first message is queued or in flight
     TAKEN = enum.auto()  # that message was taken: the rest is read back soon
@@ -23,7 +23,7 @@ class State(enum.Enum):
     OVER = enum.auto()  # not held any more
 
 
-class Event(enum.Enum):
+class HoldEvent(enum.Enum):
     NOT_TAKEN = enum.auto()  # a message of the address
     TRIAL_NOT_TAKEN = enum.auto()  # the first message
     DUE = enum.auto()  # `due_at` has passed
@@ -48,14 +48,14 @@ class NextTry(enum.Enum):
 
 
 class HoldRule(NamedTuple):
-    state: State
+    state: HoldState
     next_try: NextTry = NextTry.KEEP
 
 
-WAITING, TRYING, TAKEN, RETURNING, OVER = State
-E, N = Event, NextTry
+WAITING, TRYING, TAKEN, RETURNING, OVER = HoldState
+E, N = HoldEvent, NextTry
 
-RULES: Final[Mapping[tuple[State, Event], HoldRule]] = {
+RULES: Final[Mapping[tuple[HoldState, HoldEvent], HoldRule]] = {
     (WAITING, E.NOT_TAKEN): HoldRule(WAITING, N.LATER_IF_DUE),
     (WAITING, E.TRIAL_NOT_TAKEN): HoldRule(WAITING, N.LATER),  # of a unit that was merged into this one
     (WAITING, E.DUE): HoldRule(TRYING),
@@ -85,7 +85,7 @@ IGNORED: Final = frozenset(
         *((state, E.WITHDRAWN) for state in (WAITING, TAKEN, RETURNING)),
         *((state, E.READ_BACK) for state in (WAITING, TRYING, RETURNING)),  # not taken since
         *((state, E.CONFIRMED) for state in (WAITING, TRYING, TAKEN)),  # not taken while it was read back
-        *((OVER, event) for event in Event),
+        *((OVER, event) for event in HoldEvent),
     }
 )
 
@@ -93,7 +93,7 @@ IGNORED: Final = frozenset(
 class HoldProgress(NamedTuple):
     """What the table changes of a hold."""
 
-    state: State = WAITING
+    state: HoldState = WAITING
     tries: int = 0
     due_at: float = 0.0  # loop time of the next try
     is_woken: bool = False  # to be tried as soon as the message under way is answered
@@ -107,7 +107,7 @@ def begun(now: float) -> HoldProgress:
     return HoldProgress(due_at=now + RETRY_S_MIN)
 
 
-def step(progress: HoldProgress, event: Event, now: float) -> tuple[HoldProgress, bool]:
+def step(progress: HoldProgress, event: HoldEvent, now: float) -> tuple[HoldProgress, bool]:
     """Returns the progress after an event at this loop time, and whether its next try has to be scheduled."""
     rule = RULES.get((progress.state, event))
     if rule is None:

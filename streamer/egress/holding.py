@@ -9,19 +9,19 @@ a follower reads publishes from our history       -> OwedTopics: those that were
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
-from itertools import chain
 
 import structlog
 
 from history.records.chunk import is_publish
 from streamer.egress.address_holds import AddressHold
-from streamer.egress.catch_up import Aside, CatchUp
+from streamer.egress.catch_up import CatchUp
 from streamer.egress.hold_state import RETURNING
+from streamer.egress.in_hand import InHand
 from streamer.egress.plans import Plans
-from streamer.egress.reasons import Kind, outcome_of_failure, outcome_of_refusal
+from streamer.egress.reasons import Kind, fate_of_failure, fate_of_refusal
 from streamer.egress.topic_holds import OwedTopics
 from streamer.walk.paused import Pause, Paused
-from streamer.walk.sender import QueuedRecord, Sender, key_of
+from streamer.walk.sender import QueuedRecord, key_of
 from transports.base import NOT_TRIED
 from uprotocol.status import Settled
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -35,12 +35,10 @@ log = structlog.get_logger()
 class Holding:
     """What begins to wait in one pump, whose plans, holds and queue it shares."""
 
-    def __init__(
-        self, plans: Plans, owed: OwedTopics, sender: Sender[QueuedRecord], aside: Aside, catch_up: CatchUp
-    ) -> None:
+    def __init__(self, plans: Plans, owed: OwedTopics, in_hand: InHand, catch_up: CatchUp) -> None:
         self._plans, self._peer, self._log, self._owed = plans, plans.peer, plans.log, owed
         self._topic_holds, self._address_holds = plans.topic_holds, plans.address_holds
-        self._sender, self._aside, self._catch_up = sender, aside, catch_up
+        self._in_hand, self._sender, self._catch_up = in_hand, in_hand.sender, catch_up
         # new holds, until `_fresh_until` batches are answered: messages that were under way beside theirs may still be
         # taken, which shows that the network takes such messages now
         self.fresh: set[AddressHold] = set()
@@ -55,17 +53,17 @@ class Holding:
         again, dead = list[tuple[QueuedRecord, UStatus]](), list[tuple[QueuedRecord, UStatus]]()
         held = list[Refused]()
         durable = self._log.durable
-        outcomes = [(outcome_of_failure(*answer, is_durable=durable), *answer) for answer in settled.again]
-        outcomes += [(outcome_of_refusal(answer[1], is_durable=durable), *answer) for answer in settled.refused]
-        for outcome, item, status in outcomes:
-            if outcome == "again":
+        fates = [(fate_of_failure(*answer, is_durable=durable), *answer) for answer in settled.again]
+        fates += [(fate_of_refusal(answer[1], is_durable=durable), *answer) for answer in settled.refused]
+        for fate, item, status in fates:
+            if fate == "again":
                 again.append((item, status))
-            elif outcome == "dead":
+            elif fate == "dead":
                 dead.append((item, status))
-            elif outcome == "nobody":
+            elif fate == "nobody":
                 self._peer.dropped["nobody_listens"] += 1
             else:
-                held.append((item, status, outcome))
+                held.append((item, status, fate))
         catch_up = self._catch_up
         if catch_up.trying:
             tried = {seq for seq, _ in catch_up.trying}
@@ -154,14 +152,14 @@ class Holding:
         def is_held(item: QueuedRecord) -> bool:
             return (streams is None or item[2] in streams) and self._hold_of(item) is not None
 
-        for item in self._aside.take_out(is_held):
+        for item in self._in_hand.aside.take_out(is_held):
             if (hold := self._hold_of(item)) is not None:
                 self._address_holds.wait_behind(hold, item)
 
     def _move_returning(self, first: dict[AddressHold, int], unsent: Sequence[QueuedRecord]) -> None:
         """Move holds that were refused again while they were read back. Everything before the first message that waits
         was taken; nothing after the position of the reading back was read."""
-        for item in (*unsent, *self._sender.waiting, *self._sender.in_flight):
+        for item in (*unsent, *self._in_hand.under_way):
             hold = self._address_holds.of(*self._peer.addressed(item[1]))
             if hold in first:
                 first[hold] = min(first[hold], item[0])
@@ -192,14 +190,14 @@ class Holding:
         """Hold the topics that were just paused, from the first record that has not left, even if it was read already.
         Called when no batch is in flight: everything outside the queue has left or was never read.
         """
-        candidates = self._queued_streams().union(self._topic_holds, self._catch_up.targets, *self._streams_in_holds())
+        candidates = self._in_hand.streams.union(self._topic_holds, self._catch_up.targets, *self._streams_in_holds())
         sources = [(stream, self._log.stream(stream).source) for stream in candidates if self._log.knows_stream(stream)]
         concerns = paused.concerns
         held = self._within_capacity(
             {stream for stream, source in sources if any(concerns(pause, self._peer, source) for pause in fresh)}
         )
         first: dict[int, int] = {}  # by stream
-        for item in self._aside.take_out(lambda item: item[2] in held):
+        for item in self._in_hand.aside.take_out(lambda item: item[2] in held):
             first[item[2]] = min(item[0], first.get(item[2], item[0]))
             self._catch_up.withdraw_trial(item)
         for stream in held:
@@ -244,7 +242,7 @@ class Holding:
     def skip(self, to: int) -> int:
         """Have no record up to `to` wait any more. Called when nothing is in flight. Returns how many messages are
         dropped that were read already."""
-        dropped = self._aside.take_out(lambda item: item[0] <= to)
+        dropped = self._in_hand.aside.take_out(lambda item: item[0] <= to)
         for item in dropped:
             self._catch_up.withdraw_trial(item)
         for stream, held in self._topic_holds.items():
@@ -269,8 +267,8 @@ class Holding:
     def stop_publishes(self) -> int:
         """Stop sending publishes. Returns the seq up to which all have left, except those that are now `owed`. Nothing
         may be in flight, and `Pump.confirm` has to follow."""
-        publishes = set(filter(self._is_publish, self._queued_streams()))
-        unsent = self._aside.take_out(lambda item: item[2] in publishes)
+        publishes = set(filter(self._is_publish, self._in_hand.streams))
+        unsent = self._in_hand.aside.take_out(lambda item: item[2] in publishes)
         for item in unsent:
             self._catch_up.withdraw_trial(item)
         self._owe()
@@ -319,15 +317,11 @@ class Holding:
 
     # Streams
 
-    def _queued_streams(self) -> set[int]:
-        """Returns the streams of records that were read and are not in flight."""
-        return self._aside.streams.union(item[2] for item in self._sender.queue)
-
     def streams_in_hand(self) -> set[int]:
         """Returns the streams of records that were read and have not left, and those of holds: the log keeps them."""
-        sender, catch_up = self._sender, self._catch_up
-        under_way = {item[2] for item in chain(sender.waiting, sender.in_flight)}
-        return self._queued_streams().union(under_way, self._topic_holds, self._owed, catch_up.found, catch_up.targets)
+        under_way = {item[2] for item in self._in_hand.under_way}
+        reading_back = (self._catch_up.found, self._catch_up.targets)
+        return self._in_hand.streams.union(under_way, self._topic_holds, self._owed, *reading_back)
 
     def forget(self, streams: frozenset[int]) -> None:
         """Forget streams that the log has forgotten."""

@@ -20,7 +20,7 @@ K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
-class Positions:
+class EndpointPositions:
     """The seq up to which an endpoint has had each stream of a log; SEQ_MAX: it has no such row. Who there wants what
     is not known: all later records count. Which streams wait for a held address is not known either."""
 
@@ -64,7 +64,7 @@ class Positions:
     def after_in(self, source: Log, stream: int) -> int:
         return self.after(stream, is_publish=source.knows_stream(stream) and is_publish(source.stream(stream)))
 
-    def earliest(self, other: Positions) -> Positions:
+    def earliest(self, other: EndpointPositions) -> EndpointPositions:
         """Returns the lower of both seqs, overall, by stream and by address: a topic may be held for only one."""
 
         def both(mine: dict[K, int], others: dict[K, int]) -> dict[K, int]:
@@ -73,7 +73,7 @@ class Positions:
 
         cursor, publishes = min(self.cursor, other.cursor), min(self.publishes, other.publishes)
         streams, addresses = both(self.streams, other.streams), both(self.addresses, other.addresses)
-        return Positions(cursor, publishes, streams, addresses)
+        return EndpointPositions(cursor, publishes, streams, addresses)
 
 
 def lowest(topics: Mapping[int, int], owed: Mapping[int, int]) -> dict[int, int]:

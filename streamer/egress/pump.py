@@ -19,7 +19,6 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from typing import Final
 
 import structlog
@@ -27,9 +26,11 @@ import structlog
 from history.log.log import Log, RetentionLoss
 from streamer.egress import rows
 from streamer.egress.address_holds import HELD_HOURS, AddressHolds
-from streamer.egress.catch_up import Aside, CatchUp, Reading, loop_time
+from streamer.egress.catch_up import CatchUp
 from streamer.egress.expiry import Expiry
 from streamer.egress.holding import Holding
+from streamer.egress.in_hand import InHand, loop_time
+from streamer.egress.losses import PeerLosses
 from streamer.egress.plans import SKIP, Plans
 from streamer.egress.rows import OwnedCursor, row
 from streamer.egress.topic_holds import OwedTopics, TopicHolds
@@ -92,12 +93,13 @@ class Pump:
         # them, and a larger batch would leave at once after its wait
         batch_max = BATCH_MESSAGES_MAX if pace is None else min(BATCH_MESSAGES_MAX, max(1, pace.per_s // 4))
         self.sender = Sender[QueuedRecord](peer, batch_max, WINDOW_BYTES_MAX, pace=pace, cost=_units_of_batch)
-        self.aside = Aside(self.sender.queue, backoff.sibling(), loop_time)
+        self.in_hand = InHand(self.sender, backoff.sibling())
+        self.aside = self.in_hand.aside
         self.plans = Plans(peer, source, view, self.topic_holds, self.address_holds)
-        self.reading = Reading(self.plans, dead_letters, functools.partial(on_gap, peer, source))
-        self.catch_up = CatchUp(self.plans, self.sender, self.aside, self.reading)
-        self.holding = Holding(self.plans, self.owed, self.sender, self.aside, self.catch_up)
-        self._expiry = Expiry(self.plans, self.owed, self.catch_up)
+        self.losses = PeerLosses(peer, source, dead_letters, functools.partial(on_gap, peer, source))
+        self.catch_up = CatchUp(self.plans, self.in_hand, self.losses)
+        self.holding = Holding(self.plans, self.owed, self.in_hand, self.catch_up)
+        self._expiry = Expiry(self.plans, self.owed, self.catch_up, self.losses)
         self.owned = OwnedCursor(source, row("egress", peer.name), absent_ms_max)
         self._turn = asyncio.Lock()  # held by a step, or by a change that has to wait until nothing is in flight
         self.trouble = ""  # why the log can't be read
@@ -183,13 +185,8 @@ class Pump:
 
     def confirm(self) -> None:
         """Move the cursor to just before the oldest record that still waits; back, if reading has gone back."""
-        sender, aside, holds, read = self.sender, self.aside, self.address_holds, self.plans.read
-        firsts = chain([first[0] for first in sender.queue.classes if first], sender.waiting)
-        cursor = min([read, *(item[0] - 1 for item in firsts)])
-        if aside and (oldest := aside.oldest_seq) is not None:
-            cursor = min(cursor, oldest - 1)
-        if sender.flights:
-            cursor = min(cursor, min([flight.oldest_seq for flight in sender.flights]) - 1)
+        holds, read, oldest = self.address_holds, self.plans.read, self.in_hand.oldest_seq
+        cursor = read if oldest is None else min(read, oldest - 1)
         if holds and (oldest := holds.oldest_young) is not None:
             cursor = min(cursor, oldest)
         if cursor > self.owned.seq or read < self.owned.seq:
@@ -290,9 +287,9 @@ class Pump:
             chunks, covered = self.log.tail(plans.read), self.log.newest_seq
             if chunks is None:
                 if plans.read < self.log.floor_seq:
-                    self.reading.lost(plans.read, self.log.floor_seq + 1)
+                    self.losses.lost(plans.read, self.log.floor_seq + 1)
                     plans.read = self.log.floor_seq
-                found = await self.reading.scan(plans.read)
+                found = await catch_up.reading.scan(plans.read)
                 chunks, covered = found.chunks, found.covered
                 if self.sender.is_held:
                     return False
@@ -351,7 +348,7 @@ class Pump:
         for stream, count in Counter([item[2] for item in settled.sent]).items():
             self.peer.forwarded_from[self.plans.origin(stream)] += count
         for item, status in settled.refused:
-            self.reading.dead(item, status.code, status.message or code_name(status.code))
+            self.losses.dead(item, status.code, status.message or code_name(status.code))
         again = [item for item, _ in settled.again]
         stuck = set[OrderKey]()  # the streams that failed while others got through
         if settled.sent:
@@ -363,7 +360,7 @@ class Pump:
             self.retries += 1
         if not sender.is_failing:
             self._active_at = asyncio.get_running_loop().time()
-            self._expiry.refill()
+            self.losses.refill()
             if was_failing:
                 self._backoff.reset()
         self.confirm()
@@ -431,7 +428,7 @@ def _report_skipped(pump: Pump) -> None:
     """Report what was skipped while the streamer was stopped (skipping.py)."""
     cursors = pump.log.cursors
     for after, seq in rows.units_of(cursors.seqs(), "skipped", pump.peer.name).items():
-        pump.reading.on_gap(int(after), seq + 1, Gap.REASON_SKIPPED)
+        pump.losses.on_gap(int(after), seq + 1, Gap.REASON_SKIPPED)
         cursors.drop(row("skipped", pump.peer.name, after))
 
 

@@ -20,7 +20,7 @@ Kind = Literal["refused", "unheard"]
 Label = Literal["refused", "unheard", "left"]
 LABELS: Final[tuple[Label, ...]] = ("refused", "unheard", "left")
 """Kinds as operators see them."""
-Outcome = Literal["again", "dead", "nobody", Kind]
+Fate = Literal["again", "dead", "nobody", Kind]
 """What becomes of a message that the network has not taken: it is sent again, becomes a dead letter, is counted since
 nobody listens, or waits."""
 
@@ -41,14 +41,14 @@ ACCESS_CODES: Final = (UCode.PERMISSION_DENIED, UCode.UNAUTHENTICATED)
 PASSING_CODES: Final = (UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED, UCode.RESOURCE_EXHAUSTED)
 
 
-def outcome_of_failure(item: QueuedRecord, status: UStatus, *, is_durable: bool) -> Outcome:
+def fate_of_failure(item: QueuedRecord, status: UStatus, *, is_durable: bool) -> Fate:
     """Returns what becomes of a message that the network may take later."""
     if not is_nobody_listening(status):
         return "again"
     return "unheard" if is_durable and item[1].stamp.type == attrs.PUBLISH else "nobody"
 
 
-def outcome_of_refusal(status: UStatus, *, is_durable: bool) -> Outcome:
+def fate_of_refusal(status: UStatus, *, is_durable: bool) -> Fate:
     """Returns what becomes of a message that the network has refused. A ring can't wait."""
     if status.code in HELD_CODES and is_durable:
         return "refused"

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import structlog
 
 from history.log.log import Log
-from streamer.egress.positions import Positions, lowest
+from streamer.egress.positions import EndpointPositions, lowest
 from streamer.egress.pump import Pump
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.status import UStatusError
@@ -58,11 +58,11 @@ async def count(source: Log, after: int, to: int, waits_after: Callable[[int], i
     return Skipped(source.name, start, to, records, len(streams))
 
 
-def positions_of(pump: Pump) -> Positions:
+def positions_of(pump: Pump) -> EndpointPositions:
     """Returns what the peer has had, as it is in memory."""
     topics = {stream: hold.after for stream, hold in pump.topic_holds.items()}
     addresses = {unit: hold.after for unit, hold in pump.address_holds.items()}
-    return Positions(pump.cursor, pump.cursor, lowest(topics, pump.owed), addresses)
+    return EndpointPositions(pump.cursor, pump.cursor, lowest(topics, pump.owed), addresses)
 
 
 def waits_after(pump: Pump, stream: int) -> int | None:
@@ -94,7 +94,7 @@ async def skip(pumps: Sequence[Pump], to_ms: int, *, dry_run: bool) -> list[Skip
         if not dry_run and to > after:
             await pump.between_batches(partial(pump.holding.skip, to))
             pump.peer.dropped["skipped"] += one.records
-            pump.reading.on_gap(one.after, to + 1, Gap.REASON_SKIPPED)
+            pump.losses.on_gap(one.after, to + 1, Gap.REASON_SKIPPED)
             pump.wake()
             log.warning("records were skipped", endpoint=pump.peer.name, to_ms=to_ms, **one._asdict())
         found.append(one)

@@ -244,7 +244,7 @@ def of_pump(pump: Pump, absent_ms: int) -> Iterator[Sample]:
     yield "backlog", label, pump.backlog
     yield "queued_bytes", label, pump.sender.queue.bytes  # the log stands for the queue
     yield "retries", label, pump.retries
-    yield "gap_records", label, pump.reading.gaps
+    yield "gap_records", label, pump.losses.gaps
     yield "parked_topics", label, len(pump.topic_holds)
     if pump.log.durable:
         states = {one.label: one for one in pump.address_holds.states()}

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from history.log.log import Log
-from streamer.egress import catch_up
-from streamer.egress.catch_up import Aside
+from streamer.egress import in_hand
+from streamer.egress.in_hand import Aside
 from streamer.egress.pump import Pump
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
@@ -125,7 +125,7 @@ async def test_a_stuck_stream_holds_up_no_other_and_keeps_its_order() -> None:
 
 
 async def test_what_is_kept_aside_is_bounded_and_nothing_of_it_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catch_up, "ASIDE_MESSAGES_MAX", 20)
+    monkeypatch.setattr(in_hand, "ASIDE_MESSAGES_MAX", 20)
     log, network, pump, running = await pumping()
     network.stuck = {0x8001}
     streams = [log.stream_id(topic) for topic in TOPICS[:2]]

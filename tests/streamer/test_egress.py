@@ -420,7 +420,7 @@ async def test_a_volatile_topic_keeps_the_newest_and_a_durable_one_everything(
     assert numbers == sorted(set(numbers))
     assert len(numbers) < count
     pump = next(pump for pump in world.assembly.pumps if pump.peer.name == "cloud" and not pump.log.durable)
-    assert pump.reading.gaps == count - len(numbers)  # counted, never silent
+    assert pump.losses.gaps == count - len(numbers)  # counted, never silent
 
 
 async def test_large_messages_are_not_all_read_ahead(make_world: Any, publish: Any) -> None:

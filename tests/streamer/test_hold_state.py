@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamer.egress import hold_state
-from streamer.egress.hold_state import IGNORED, OVER, RETURNING, RULES, TAKEN, TRYING, WAITING, State, begun, step
-from streamer.egress.hold_state import Event as E
+from streamer.egress.hold_state import IGNORED, OVER, RETURNING, RULES, TAKEN, TRYING, WAITING, HoldState, begun, step
+from streamer.egress.hold_state import HoldEvent as E
 from streamer.egress.hold_state import HoldProgress as P
 from streamer.egress.hold_state import NextTry as N
 
 NOW = 100.0
 PROGRESS = st.builds(
     P,
-    st.sampled_from(State),
+    st.sampled_from(HoldState),
     st.integers(0, 20),
     st.sampled_from([0.0, NOW - 1, NOW, NOW + 5]),
     st.booleans(),
@@ -24,7 +24,7 @@ PROGRESS = st.builds(
 
 def test_every_state_and_event_has_a_rule_or_is_ignored() -> None:
     assert not IGNORED & RULES.keys()
-    assert IGNORED | RULES.keys() == set(itertools.product(State, E))
+    assert IGNORED | RULES.keys() == set(itertools.product(HoldState, E))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_every_state_and_event_has_a_rule_or_is_ignored() -> None:
         (P(RETURNING, 1, NOW), E.TRIAL_NOT_TAKEN, P(WAITING, 2, NOW + 2), True),
         (P(RETURNING, 1, NOW, True), E.NEWS, P(RETURNING, 1, NOW), False),
         (P(RETURNING, 1, NOW), E.CONFIRMED, P(OVER, 1, NOW), False),
-        *((P(state, 1, NOW), E.END, P(OVER, 1, NOW), False) for state in State if state is not OVER),
+        *((P(state, 1, NOW), E.END, P(OVER, 1, NOW), False) for state in HoldState if state is not OVER),
     ],
 )
 def test_a_rule_by_example(before: P, event: E, after: P, is_scheduled: bool) -> None:

@@ -288,7 +288,7 @@ async def test_what_has_waited_for_too_long_is_reported_one_by_one_and_then_as_a
     pump = pump_of(world)
     await world.until(lambda: pump.address_holds.ended == 1)
     assert world.assembly.dead_letters.by_code == {"PERMISSION_DENIED": 100}
-    assert pump.reading.gaps == 0, "those are of retention and damage"
+    assert pump.losses.gaps == 0, "those are of retention and damage"
     assert world.assembly.endpoints["cloud"].dropped["held_too_long"] == 150
     assert world.assembly.gaps.total == 1
     world.networks["cloud"].allow()

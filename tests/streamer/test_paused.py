@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history.log.log import Log, RetentionLoss
-from streamer.egress import catch_up, expiry
+from streamer.egress import catch_up, losses
 from streamer.egress import pump as egress
 from streamer.egress.pump import Pump
 from streamer.operating import control
@@ -412,7 +412,7 @@ async def test_held_records_that_retention_deletes_are_reported_as_a_range_if_no
 ) -> None:
     """Others were sent meanwhile, so what waits is far behind the cursor. Retention hands over what it deletes only as
     far as an allowance reaches."""
-    monkeypatch.setattr(expiry, "PASSED_LETTERS_MAX", letters)
+    monkeypatch.setattr(losses, "PASSED_LETTERS_MAX", letters)
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     doors = await world.hear(cloud, DOOR)
@@ -424,7 +424,7 @@ async def test_held_records_that_retention_deletes_are_reported_as_a_range_if_no
     (pump,) = [pump for pump in world.assembly.pumps if pump.peer.name == "cloud" and pump.log.durable]
     chunks = list(world.assembly.logs.durable.tail(0)) if is_handed_over else []
     gaps = list[tuple[int, int]]()
-    pump.reading.on_gap = lambda after, before, _: gaps.append((after, before))
+    pump.losses.on_gap = lambda after, before, _: gaps.append((after, before))
     pump._passed(RetentionLoss(0, 7, chunks))  # as the log says it
     assert gaps == ([] if expected is None else [expected])
     await world.until(lambda: pump.peer.dropped["undeliverable"] == (letters if is_handed_over else 0))

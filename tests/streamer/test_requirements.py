@@ -135,7 +135,7 @@ async def test_what_the_log_must_delete_before_a_peer_is_back_is_a_dead_letter(
         await vehicle.send_batch(sent[begin : begin + 500])
     await world.until(lambda: pump.log.newest_seq == len(sent))
     await retention_rests(world, pump.log)  # what it took once the peer is back would be told one by one again
-    await world.until(lambda: world.assembly.dead_letters.total >= 100 and pump.reading.gaps > 0)
+    await world.until(lambda: world.assembly.dead_letters.total >= 100 and pump.losses.gaps > 0)
     endpoint.transport.reconnect()
     await heard.until(lambda: heard.messages[-1:] == sent[-1:], "the last one")
     assert world.assembly.dead_letters.by_code == {"RESOURCE_EXHAUSTED": 100}
@@ -150,7 +150,7 @@ async def test_what_the_log_must_delete_before_a_peer_is_back_is_a_dead_letter(
     assert arrived == sorted(arrived)
     assert letters == missing[:100], "the oldest of what is lost, in order; what had been read ahead is not lost"
     assert stored == [sent[number] for number in letters], "whole"
-    assert pump.reading.gaps >= len(missing) - 100, "the others are counted"
+    assert pump.losses.gaps >= len(missing) - 100, "the others are counted"
 
 
 @pytest.mark.spec("local~disp-no-discard")
