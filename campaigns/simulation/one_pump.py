@@ -28,7 +28,7 @@ import structlog
 from campaigns.simulation.loop import VirtualLoop
 from campaigns.simulation.pool import HASH_SEED
 from campaigns.simulation.recording import place_of
-from streamer.egress import address_holds, catch_up, hold_state
+from streamer.egress import address_holds, hold_state, reading_back
 from tests.streamer.test_positions import Network, _Run
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -73,7 +73,7 @@ def line_of(seed: int) -> str:
         tempfile.TemporaryDirectory() as folder,
         mock.patch.multiple(hold_state, RETRY_S_MIN=0.002, RETRY_S_MAX=0.01),
         mock.patch.multiple(address_holds, YOUNG_S=0.02),
-        mock.patch.multiple(catch_up, GATHER_S=0.002, TRY_EVERY_S=0.001),
+        mock.patch.multiple(reading_back, GATHER_S=0.002, TRY_EVERY_S=0.001),
         structlog.testing.capture_logs(),
     ):
         network.run = _Run(Path(folder), draw, network)

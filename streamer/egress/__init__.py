@@ -1,7 +1,6 @@
 """What leaves for one peer.
 
 address_holds.py      AddressHolds: the addresses of a peer that are refused or unheard
-catch_up.py           What waits toward one peer leaves once it may: held records are read back, stuck streams are tried
 claims.py             Claims on the logs: how long each endpoint has been away
 expiry.py             Expiry: records that retention deletes before the peer got them
 held_records.py       Which records wait in one held address
@@ -12,6 +11,7 @@ losses.py             PeerLosses: what a peer does not get: dead letters and gap
 plans.py              Plans: what of a log goes to one peer, as which copies
 positions.py          EndpointPositions: up to where an endpoint has had the records of a log, by its rows
 pump.py               Egress: one pump per peer and log. Reads after its cursor, sends in batches, settles the answers
+reading_back.py       ReadingBack: what was held leaves once it may: it is read back from the log
 reasons.py            Why messages to an address wait, and how operators and logs call it
 rows.py               The names of cursors in the log, made and taken apart
 skipping.py           Moves the cursors of an endpoint forward to a time

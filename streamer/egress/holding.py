@@ -1,5 +1,5 @@
 """Holding: records begin to wait toward one peer. They wait in the log at a position of their own, and
-catch_up.py sends them later.
+reading_back.py sends them later.
 
 the network refuses an address, or nobody listens -> AddressHolds; so do the records behind it in the queue
 an operator has paused the topic                  -> TopicHolds, from the first record that has not left
@@ -14,10 +14,10 @@ import structlog
 
 from history.records.chunk import is_publish
 from streamer.egress.address_holds import AddressHold
-from streamer.egress.catch_up import CatchUp
 from streamer.egress.hold_state import RETURNING
 from streamer.egress.in_hand import InHand
 from streamer.egress.plans import Plans
+from streamer.egress.reading_back import ReadingBack
 from streamer.egress.reasons import Kind, fate_of_failure, fate_of_refusal
 from streamer.egress.topic_holds import OwedTopics
 from streamer.walk.paused import Pause, Paused
@@ -35,10 +35,10 @@ log = structlog.get_logger()
 class Holding:
     """What begins to wait in one pump, whose plans, holds and queue it shares."""
 
-    def __init__(self, plans: Plans, owed: OwedTopics, in_hand: InHand, catch_up: CatchUp) -> None:
+    def __init__(self, plans: Plans, owed: OwedTopics, in_hand: InHand, reading_back: ReadingBack) -> None:
         self._plans, self._peer, self._log, self._owed = plans, plans.peer, plans.log, owed
         self._topic_holds, self._address_holds = plans.topic_holds, plans.address_holds
-        self._in_hand, self._sender, self._catch_up = in_hand, in_hand.sender, catch_up
+        self._in_hand, self._sender, self._reading_back = in_hand, in_hand.sender, reading_back
         # new holds, until `_fresh_until` batches are answered: messages that were under way beside theirs may still be
         # taken, which shows that the network takes such messages now
         self.fresh: set[AddressHold] = set()
@@ -64,14 +64,14 @@ class Holding:
                 self._peer.dropped["nobody_listens"] += 1
             else:
                 held.append((item, status, fate))
-        catch_up = self._catch_up
-        if catch_up.trying:
-            tried = {seq for seq, _ in catch_up.trying}
+        reading_back = self._reading_back
+        if reading_back.trying:
+            tried = {seq for seq, _ in reading_back.trying}
             for item in settled.sent:
-                if item[0] in tried and (hold := catch_up.trial_of(item)) is not None and not hold.is_over:
-                    catch_up.was_taken(hold, item)
+                if item[0] in tried and (hold := reading_back.trial_of(item)) is not None and not hold.is_over:
+                    reading_back.was_taken(hold, item)
             for item, _ in dead:
-                catch_up.skip_trial(item)
+                reading_back.skip_trial(item)
         for item, status, kind in self._hold(held, [item for item, _ in again]):
             if kind == "refused":
                 dead.append((item, status))
@@ -80,7 +80,7 @@ class Holding:
         if self.fresh:
             self._try_fresh(settled.sent)
         again = self._without_those_behind(again)
-        if settled.sent and again and catch_up.is_under_way:
+        if settled.sent and again and reading_back.is_under_way:
             again = self._hold_what_is_stuck(again)
         return Settled(settled.sent, again, dead)
 
@@ -90,7 +90,7 @@ class Holding:
         stuck = {key_of(item[1]) for item, status in failed if status.message != NOT_TRIED}
         held, again = list[Refused](), list[tuple[QueuedRecord, UStatus]]()
         for item, status in failed:
-            if item[0] <= self._catch_up.until and key_of(item[1]) in stuck and self._log.durable:
+            if item[0] <= self._reading_back.until and key_of(item[1]) in stuck and self._log.durable:
                 held.append((item, status, "refused"))
             else:
                 again.append((item, status))
@@ -128,7 +128,7 @@ class Holding:
                     if known.progress.state is RETURNING:
                         first[known] = self._plans.read
                 is_shared |= known.is_new_to(item[2])
-            was_tried, was_heard = self._catch_up.trial_of(item) is not None, item[2] in self.heard
+            was_tried, was_heard = self._reading_back.trial_of(item) is not None, item[2] in self.heard
             hold = self._address_holds.hold(
                 address, authority, known, item, status, kind, was_heard=was_heard, was_tried=was_tried
             )
@@ -165,11 +165,11 @@ class Holding:
                 first[hold] = min(first[hold], item[0])
         for hold, seq in first.items():
             head = hold.held.head[0] if hold.held.head is not None else seq
-            self._address_holds.move(hold, min(seq, head, self._catch_up.position + 1) - 1)
+            self._address_holds.move(hold, min(seq, head, self._reading_back.position + 1) - 1)
 
     def _hold_of(self, item: QueuedRecord) -> AddressHold | None:
         """Returns the hold in which this message must wait; None: it may leave."""
-        if (item[0], item[1].stamp.address) in self._catch_up.trying:
+        if (item[0], item[1].stamp.address) in self._reading_back.trying:
             return None
         hold = self._address_holds.of(*self._peer.addressed(item[1]))
         return hold if hold is not None and hold.is_waiting else None
@@ -190,7 +190,9 @@ class Holding:
         """Hold the topics that were just paused, from the first record that has not left, even if it was read already.
         Called when no batch is in flight: everything outside the queue has left or was never read.
         """
-        candidates = self._in_hand.streams.union(self._topic_holds, self._catch_up.targets, *self._streams_in_holds())
+        candidates = self._in_hand.streams.union(
+            self._topic_holds, self._reading_back.targets, *self._streams_in_holds()
+        )
         sources = [(stream, self._log.stream(stream).source) for stream in candidates if self._log.knows_stream(stream)]
         concerns = paused.concerns
         held = self._within_capacity(
@@ -199,17 +201,17 @@ class Holding:
         first: dict[int, int] = {}  # by stream
         for item in self._in_hand.aside.take_out(lambda item: item[2] in held):
             first[item[2]] = min(item[0], first.get(item[2], item[0]))
-            self._catch_up.withdraw_trial(item)
+            self._reading_back.withdraw_trial(item)
         for stream in held:
             after = self._delivered_up_to(stream)
             self._topic_holds.hold(stream, min(after, first.get(stream, after + 1) - 1))
-            self._catch_up.withdraw_topic(stream)
+            self._reading_back.withdraw_topic(stream)
             for hold in self._address_holds.values():
                 hold.held.take_out(stream)
 
     def _streams_in_holds(self) -> Iterator[Set[int]]:
         for hold in self._address_holds.values():
-            if hold.is_loaded and not self._catch_up.are_streams_found:
+            if hold.is_loaded and not self._reading_back.are_streams_found:
                 yield {stream.id for stream in self._log.streams()}
                 return
             yield hold.streams
@@ -222,10 +224,10 @@ class Holding:
         if held is None:
             return had
         targets, is_open = self._plans.wanted_if_not_paused(stream_id)
-        now = {target.authority for target in self._catch_up.targets.get(stream_id, ())}
+        now = {target.authority for target in self._reading_back.targets.get(stream_id, ())}
         if is_open or any(target.authority not in now for target in self._plans.missing(held, targets)):
             return min(had, held.after)  # one target has had nothing of it: the others get it twice
-        return min(had, max(held.after, self._catch_up.position) if now else read)
+        return min(had, max(held.after, self._reading_back.position) if now else read)
 
     def _within_capacity(self, held: set[int]) -> set[int]:
         """Returns the topics of `held` for which cursors are free. Records of the others that were read are sent, since
@@ -244,13 +246,13 @@ class Holding:
         dropped that were read already."""
         dropped = self._in_hand.aside.take_out(lambda item: item[0] <= to)
         for item in dropped:
-            self._catch_up.withdraw_trial(item)
+            self._reading_back.withdraw_trial(item)
         for stream, held in self._topic_holds.items():
             if held.after < to:
                 self._topic_holds.move(stream, to)
         for hold in self._address_holds.values():
             self._address_holds.move(hold, to)
-        self._catch_up.skip(to)
+        self._reading_back.skip(to)
         self._plans.read = max(self._plans.read, to)
         return len(dropped)
 
@@ -270,7 +272,7 @@ class Holding:
         publishes = set(filter(self._is_publish, self._in_hand.streams))
         unsent = self._in_hand.aside.take_out(lambda item: item[2] in publishes)
         for item in unsent:
-            self._catch_up.withdraw_trial(item)
+            self._reading_back.withdraw_trial(item)
         self._owe()
         # for records of a hold that are tried or read back, the position from which they are owed counts
         first = [seq for seq, _, stream in unsent if seq <= self._owed.get(stream, seq)]
@@ -284,8 +286,7 @@ class Holding:
         for stream in list(filter(self._is_publish, self._topic_holds)):
             owed[stream] = self._topic_holds[stream].after
             self._topic_holds.forget(stream)
-            self._catch_up.found.pop(stream, None)
-            self._catch_up.recheck.pop(stream, None)
+            self._reading_back.forget_topic(stream)
         for hold in list(self._address_holds.values()):
             publishes = [one for one in hold.streams if self._is_publish(one) and self._plans.targets_of(hold, one)]
             for stream in publishes:
@@ -296,8 +297,8 @@ class Holding:
             hold.held.forget_head()
             if not hold.streams:
                 self._address_holds.drop(hold)
-        for stream in list(filter(self._is_publish, self._catch_up.targets)):
-            self._catch_up.withdraw_topic(stream)
+        for stream in list(filter(self._is_publish, self._reading_back.targets)):
+            self._reading_back.withdraw_topic(stream)
         self._owed.add(owed)
 
     def resume_publishes(self, seq: int, had: int) -> int:
@@ -308,7 +309,7 @@ class Holding:
         for stream, after in self._owed.items():
             if self._log.knows_stream(stream) and max(after, had) < seq:
                 self._topic_holds.hold(stream, max(after, had))
-                self._catch_up.recheck[stream] = None
+                self._reading_back.look_again(stream)
         self._owed.clear_all()
         plans.forget_plans(None)
         if seq < plans.read:
@@ -320,8 +321,8 @@ class Holding:
     def streams_in_hand(self) -> set[int]:
         """Returns the streams of records that were read and have not left, and those of holds: the log keeps them."""
         under_way = {item[2] for item in self._in_hand.under_way}
-        reading_back = (self._catch_up.found, self._catch_up.targets)
-        return self._in_hand.streams.union(under_way, self._topic_holds, self._owed, *reading_back)
+        found, targets = self._reading_back.found, self._reading_back.targets
+        return self._in_hand.streams.union(under_way, self._topic_holds, self._owed, found, targets)
 
     def forget(self, streams: frozenset[int]) -> None:
         """Forget streams that the log has forgotten."""

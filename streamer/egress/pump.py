@@ -5,7 +5,7 @@ has confirmed.
      ^                              |                      ^ ^                |-----> UNAVAILABLE: sent again, in order,
      |                    undecided, paused: held          | '----------------'       after a pause; aside if others
      |                                 v                   |                          got through
-     '------- catch_up: read back what was held -----------'           expired, refused: dead letter; held (holding.py)
+     '----- reading_back: what was held leaves --------------'           expired, refused: dead letter; held
 
 Messages of one (source, sink) and class stay in order: batches leave one after the other (sender.py), and several are
 in flight if the network is far away. After a failure nothing leaves until all of them are answered.
@@ -26,12 +26,12 @@ import structlog
 from history.log.log import Log, RetentionLoss
 from streamer.egress import rows
 from streamer.egress.address_holds import HELD_HOURS, AddressHolds
-from streamer.egress.catch_up import CatchUp
 from streamer.egress.expiry import Expiry
 from streamer.egress.holding import Holding
 from streamer.egress.in_hand import InHand, loop_time
 from streamer.egress.losses import PeerLosses
 from streamer.egress.plans import SKIP, Plans
+from streamer.egress.reading_back import ReadingBack
 from streamer.egress.rows import OwnedCursor, row
 from streamer.egress.topic_holds import OwedTopics, TopicHolds
 from streamer.letters.dead_letter import DeadLetters
@@ -97,9 +97,9 @@ class Pump:
         self.aside = self.in_hand.aside
         self.plans = Plans(peer, source, view, self.topic_holds, self.address_holds)
         self.losses = PeerLosses(peer, source, dead_letters, functools.partial(on_gap, peer, source))
-        self.catch_up = CatchUp(self.plans, self.in_hand, self.losses)
-        self.holding = Holding(self.plans, self.owed, self.in_hand, self.catch_up)
-        self._expiry = Expiry(self.plans, self.owed, self.catch_up, self.losses)
+        self.reading_back = ReadingBack(self.plans, self.in_hand, self.losses)
+        self.holding = Holding(self.plans, self.owed, self.in_hand, self.reading_back)
+        self._expiry = Expiry(self.plans, self.owed, self.reading_back, self.losses)
         self.owned = OwnedCursor(source, row("egress", peer.name), absent_ms_max)
         self._turn = asyncio.Lock()  # held by a step, or by a change that has to wait until nothing is in flight
         self.trouble = ""  # why the log can't be read
@@ -177,9 +177,7 @@ class Pump:
         self.plans.read = self.owned.seq
         self.topic_holds.load()
         self.address_holds.load()
-        for hold in self.address_holds.merged.values():  # its addresses are not on disk: each is tried alone
-            self.address_holds.taken(hold)
-            self.catch_up.taken[hold] = None
+        self.reading_back.take_merged()
         self.owed.load()
         _report_skipped(self)
 
@@ -259,7 +257,7 @@ class Pump:
         self.confirm()
         if not (at_the_end or aside or sender.flights or self.address_holds):
             return AT_ONCE
-        if self.address_holds and not sender.flights and (held_at := self.catch_up.next_at) is not None:
+        if self.address_holds and not sender.flights and (held_at := self.reading_back.next_at) is not None:
             next_at = held_at if next_at is None else min(next_at, held_at)
         return next_at
 
@@ -267,7 +265,7 @@ class Pump:
 
     async def _fill(self) -> bool:
         """Read until the window is full, or the pauses change. Returns True if there is nothing to read for now."""
-        plans, catch_up, queue, aside = self.plans, self.catch_up, self.sender.queue, self.aside
+        plans, reading_back, queue, aside = self.plans, self.reading_back, self.sender.queue, self.aside
         while queue.messages < WINDOW_MESSAGES_MAX and queue.bytes < WINDOW_BYTES_MAX:
             if aside and aside.is_full:
                 return False
@@ -275,9 +273,8 @@ class Pump:
                 if self.sender.is_held:
                     return False
                 self.refresh_plans()
-            has_holds = self.topic_holds or self.address_holds
-            if has_holds or catch_up.targets or catch_up.addresses or catch_up.found or catch_up.taken:
-                done = await catch_up.step()
+            if self.topic_holds or self.address_holds or reading_back.has_work:
+                done = await reading_back.step()
                 if done:
                     continue
                 if done is False:
@@ -289,12 +286,12 @@ class Pump:
                 if plans.read < self.log.floor_seq:
                     self.losses.lost(plans.read, self.log.floor_seq + 1)
                     plans.read = self.log.floor_seq
-                found = await catch_up.reading.scan(plans.read)
+                found = await reading_back.scan(plans.read)
                 chunks, covered = found.chunks, found.covered
                 if self.sender.is_held:
                     return False
                 self.refresh_plans()
-                if catch_up.recheck:  # held topics come first
+                if reading_back.has_to_look:  # held topics come first
                     continue
             for chunk in chunks:
                 if chunk.last_seq <= plans.read:  # retention deleted it while it was read
@@ -319,7 +316,7 @@ class Pump:
         batch: list[QueuedRecord] = []
         items = aside.due() if aside else []
         while True:
-            batch += [item for item in items if not (item[1].stamp.ttl and self.catch_up.ends_expired(item, now))]
+            batch += [item for item in items if not (item[1].stamp.ttl and self.reading_back.ends_expired(item, now))]
             items = sender.queue.take(sender.messages_max - len(batch), WINDOW_BYTES_MAX)
             if not items:
                 break
@@ -340,7 +337,7 @@ class Pump:
             return
         sender, holding = self.sender, self.holding
         settled = settle(*landed)
-        if settled.again or settled.refused or self.catch_up.trying or holding.fresh:
+        if settled.again or settled.refused or self.reading_back.trying or holding.fresh:
             settled = holding.sort_out(settled)
         if self.peer.tells_absence:
             holding.heard.update([item[2] for item in settled.sent])
@@ -376,16 +373,15 @@ class Pump:
                 stream = self.log.known_id(to_uri(topic))
                 if stream is not None:
                     self.plans.forget_plans((stream,))
-                    if stream in self.topic_holds:
-                        self.catch_up.recheck[stream] = None
+                    self.reading_back.look_again(stream)
             return
         self.plans.forget_all()
-        self.catch_up.are_streams_found = False
+        self.reading_back.are_streams_found = False
         pauses, self.sender.is_held = frozenset(self._paused), False
         if fresh := pauses - self._pauses_known:
             self.holding.hold_paused(self._paused, fresh)
         self._pauses_known = pauses
-        self.catch_up.recheck = dict.fromkeys(self.topic_holds)
+        self.reading_back.look_at_all()
 
     def _forget_plans(self, streams: Iterable[int] | None) -> None:
         self.plans.forget_plans(streams)
@@ -401,7 +397,7 @@ class Pump:
             await self.sender.answered()
             self._settle(self.sender.landed())
             self.refresh_plans()
-            await self.catch_up.find_streams_of_holds()
+            await self.reading_back.find_streams_of_holds()
             result = change()
             self.confirm()
             return result

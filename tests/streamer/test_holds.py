@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history.log.log import Log
-from streamer.egress import address_holds, catch_up, hold_state
+from streamer.egress import address_holds, hold_state, reading_back
 from streamer.egress import pump as egress
 from streamer.egress.address_holds import AddressHolds
 from streamer.egress.reasons import Kind
@@ -168,7 +168,7 @@ async def test_what_is_refused_again_while_it_is_read_back_arrives_in_order(
     monkeypatch.setattr(hold_state, "RETRY_S_MIN", 0.0)
     for limit in ("WINDOW_MESSAGES_MAX", "BATCH_MESSAGES_MAX"):
         monkeypatch.setattr(egress, limit, window)
-    monkeypatch.setattr(catch_up, "READ_MESSAGES_MAX", window)
+    monkeypatch.setattr(reading_back, "READ_MESSAGES_MAX", window)
     here = await stage(make_world)
     world, heard = here.world, here.speed
     await here.refuses(publish, 100)
@@ -473,7 +473,7 @@ async def test_held_records_are_counted_once_whatever_refusals_and_pauses_come_i
 
     def is_held() -> bool:
         """Whether everything that was read waits in one hold."""
-        is_busy = pump.topic_holds or pump.catch_up.is_under_way or pump.backlog or pump.sender.flights
+        is_busy = pump.topic_holds or pump.reading_back.is_under_way or pump.backlog or pump.sender.flights
         return not is_busy and [hold.is_waiting for hold in pump.address_holds.values()] == [True]
 
     async def is_refused() -> None:

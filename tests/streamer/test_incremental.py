@@ -136,7 +136,9 @@ class Driven:
     async def settles(self) -> None:
         async with asyncio.timeout(20):
             while any(  # noqa: ASYNC110
-                (pump.backlog and not pump.plans.lacks_capacity) or pump.catch_up.found or pump.catch_up.is_under_way
+                (pump.backlog and not pump.plans.lacks_capacity)
+                or pump.reading_back.found
+                or pump.reading_back.is_under_way
                 for pump in self.streamer.assembly.pumps
             ):
                 await asyncio.sleep(0)
@@ -156,7 +158,11 @@ class Driven:
                 assert planned(plan) == planned(pump.plans.plan(stream))
             for stream, parked in pump.topic_holds.items():
                 targets, is_open = pump.plans.wanted(stream)
-                if stream in pump.catch_up.recheck or stream in pump.catch_up.found or stream in pump.catch_up.topics:
+                if (
+                    stream in pump.reading_back._recheck
+                    or stream in pump.reading_back.found
+                    or stream in pump.reading_back.topics
+                ):
                     continue  # it is looked at again, or read back
                 assert is_open
                 assert not pump.plans.missing(parked, targets)

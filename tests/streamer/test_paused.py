@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history.log.log import Log, RetentionLoss
-from streamer.egress import catch_up, losses
+from streamer.egress import losses, reading_back
 from streamer.egress import pump as egress
 from streamer.egress.pump import Pump
 from streamer.operating import control
@@ -230,7 +230,7 @@ async def test_a_topic_that_is_paused_while_it_is_read_back_is_not_held_once_nob
 ) -> None:
     """The window is so small that the peer, which is away, leaves most of it to be read back."""
     monkeypatch.setattr(egress, "WINDOW_MESSAGES_MAX", 4)
-    monkeypatch.setattr(catch_up, "READ_MESSAGES_MAX", 4)
+    monkeypatch.setattr(reading_back, "READ_MESSAGES_MAX", 4)
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, streamer = await world.node("vehicle", "vehicle1"), world.streamer
     transport = streamer.assembly.endpoints["cloud"].transport
@@ -241,11 +241,11 @@ async def test_a_topic_that_is_paused_while_it_is_read_back_is_not_held_once_nob
     await world.until(lambda: len(pump.topic_holds) == 1 and not pump.backlog)
     transport.disconnect()
     await streamer.assembly.paused.resume(SPEED, "cloud")
-    await world.until(lambda: pump.catch_up.is_under_way and pump.retries)
+    await world.until(lambda: pump.reading_back.is_under_way and pump.retries)
     await streamer.assembly.paused.pause(SPEED, "cloud")
     await world.change_rule("vehicle", "cloud", None)
     await world.until(lambda: not len(pump.topic_holds))
-    assert not pump.catch_up.is_under_way
+    assert not pump.reading_back.is_under_way
 
 
 @spec("local~disp-start-stop")

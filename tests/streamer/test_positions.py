@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history.log.log import Log
-from streamer.egress import address_holds, catch_up, hold_state
+from streamer.egress import address_holds, hold_state, reading_back
 from streamer.egress.pump import Pump
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
@@ -140,8 +140,8 @@ def test_a_record_that_has_not_left_is_behind_a_position_that_is_kept(
         patch.setattr(hold_state, "RETRY_S_MIN", 0.002)
         patch.setattr(hold_state, "RETRY_S_MAX", 0.01)
         patch.setattr(address_holds, "YOUNG_S", 0.02)
-        patch.setattr(catch_up, "GATHER_S", 0.002)
-        patch.setattr(catch_up, "TRY_EVERY_S", 0.001)
+        patch.setattr(reading_back, "GATHER_S", 0.002)
+        patch.setattr(reading_back, "TRY_EVERY_S", 0.001)
         draw = random.Random(seed)
         network = Network(draw, away, is_far=is_far)
         asyncio.run(_Run(tmp_path_factory.mktemp("positions"), draw, network).run(hands_over))

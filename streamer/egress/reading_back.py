@@ -1,10 +1,10 @@
-"""CatchUp sends what was held toward one peer once it may leave. It reads the records back from the log.
+"""ReadingBack sends what was held toward one peer once it may leave. It reads the records back from the log.
 
     topic: somebody wants it now    ------------------------------------+-> read back -> queue -> confirmed: not held
     address: due -> its first message is tried -> taken: gathered ------'                        any more
                                               '-> refused: later; at its limit: dead letters
 
-Live records are sent meanwhile. One reading back covers everything that was found or taken before it begins.
+One reading back covers everything that was found or taken before it begins. Newer records are read after it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Final
 
 import structlog
 
-from history.log.log import Log
 from history.records.chunk import Scan
 from streamer.egress.address_holds import AddressHold
 from streamer.egress.hold_state import RETURNING, TAKEN
@@ -41,75 +40,72 @@ READ_BYTES_MAX: Final = 4 << 20  # per read of the log
 log = structlog.get_logger()
 
 
-class Reading:
-    """Reads the log of a pump from disk."""
+class ReadingBack:
+    """Reads back for one pump, whose plans, holds and queue it shares.
 
-    def __init__(self, source: Log, losses: PeerLosses) -> None:
-        self._log, self._losses = source, losses
-
-    async def scan(self, position: int, streams: Set[int] | None = None, until: int | None = None) -> Scan:
-        """Read the records after `position` that are no longer in memory. Raises UStatusError."""
-        found = await self._log.scan(
-            position, max_records=READ_MESSAGES_MAX, max_bytes=READ_BYTES_MAX, streams=streams, until=until
-        )
-        for after, before in found.gaps:
-            self._losses.lost(after, before)
-        return found
-
-
-class CatchUp:
-    """Reads back for one pump, whose plans, holds and queue it shares."""
+    What it will read back: `_recheck`, held topics whose interest has changed; `found`, those that are wanted, with the
+    targets that want them; `_taken`, holds whose first message the network has taken, which are read back together at
+    the loop time `_read_back_at`. What it reads back: `targets` that lack records, by stream; the streams `topics` that
+    are held; the held addresses; from `position`, read so far, to `until`. What it tries: `trying` has the holds by seq
+    and addresses of the message that is tried, until the next round at `_try_at`. `are_streams_found`: those of holds
+    from before the start."""
 
     def __init__(self, plans: Plans, in_hand: InHand, losses: PeerLosses) -> None:
         self._plans, self._peer, self._log = plans, plans.peer, plans.log
         self._topic_holds, self._address_holds = plans.topic_holds, plans.address_holds
         self._in_hand, self._queue, self._losses = in_hand, in_hand.sender.queue, losses
-        self.reading = Reading(plans.log, losses)
-        self.recheck: dict[int, None] = {}  # held topics whose interest has changed
-        self.found: dict[int, tuple[Target, ...]] = {}  # held topics that are wanted, with the targets that want them
-        self.taken: dict[AddressHold, None] = {}  # holds whose first message the network has taken
-        self.read_back_at = 0.0  # loop time at which the taken holds are read back
-        self.trying: dict[tuple[int, bytes], AddressHold] = {}  # by seq and addresses of the message that is tried
-        self._try_at = 0.0  # loop time of the next round of tries
-        self.are_streams_found = False  # the streams of holds from before the start
-        # what is being read back: the targets that lack records, by stream; the streams that are held topics; and the
-        # held addresses
+        self._recheck: dict[int, None] = {}
+        self.found: dict[int, tuple[Target, ...]] = {}
+        self._taken: dict[AddressHold, None] = {}
+        self._read_back_at = 0.0
         self.targets: dict[int, tuple[Target, ...]] = {}
         self.topics: set[int] = set()
-        self.addresses: list[AddressHold] = []
-        self.position = self.until = 0  # seqs: read so far, and the end of the reading back
+        self._addresses: list[AddressHold] = []
+        self.position = self.until = 0
+        self.trying: dict[tuple[int, bytes], AddressHold] = {}
+        self._try_at = 0.0
+        self.are_streams_found = False
 
     @property
     def is_under_way(self) -> bool:
         """True while something is being read back."""
-        return bool(self.targets or self.addresses)
+        return bool(self.targets or self._addresses)
+
+    @property
+    def has_work(self) -> bool:
+        return self.is_under_way or bool(self.found or self._taken)
+
+    @property
+    def has_to_look(self) -> bool:
+        """True if the interest in held topics has changed."""
+        return bool(self._recheck)
 
     @property
     def next_at(self) -> float | None:
         """Returns the loop time of the next step that is due by time alone."""
-        if not self.taken:
+        if not self._taken:
             return self._due_at
         due_at = self._due_at
-        return self.read_back_at if due_at is None else min(due_at, self.read_back_at)
+        return self._read_back_at if due_at is None else min(due_at, self._read_back_at)
 
     @property
     def _due_at(self) -> float | None:
         """Returns the loop time at which to try first messages; None while something is read back, since that ends
         only when nothing is under way."""
-        if self.targets or self.addresses or self.found or self._is_time_to_read_back:
+        if self.targets or self._addresses or self.found or self._is_time_to_read_back:
             return None
         due_at = self._address_holds.next_at
         return None if due_at is None else max(due_at, self._try_at)
 
     @property
     def _is_time_to_read_back(self) -> bool:
-        return bool(self.taken) and (len(self.taken) >= GATHERED_MAX or self.read_back_at <= loop_time())
+        return bool(self._taken) and (len(self._taken) >= GATHERED_MAX or self._read_back_at <= loop_time())
 
     async def step(self) -> bool | None:
         """Returns True after a step, False while records that were read must leave first, None if nothing is to do."""
         if (due_at := self._due_at) is not None and due_at <= loop_time():
             await self._try_held()
-        if self.recheck:
+        if self._recheck:
             await self._check_topics()
         elif self.is_under_way:
             return await self._read_back()
@@ -121,12 +117,29 @@ class CatchUp:
             return None
         return True
 
+    async def scan(self, position: int, streams: Set[int] | None = None, until: int | None = None) -> Scan:
+        """Read the records after `position` that are no longer in memory. Raises UStatusError."""
+        found = await self._log.scan(
+            position, max_records=READ_MESSAGES_MAX, max_bytes=READ_BYTES_MAX, streams=streams, until=until
+        )
+        for after, before in found.gaps:
+            self._losses.lost(after, before)
+        return found
+
     # Topics
+
+    def look_again(self, stream: int) -> None:
+        """Look who wants a topic, if it is held."""
+        if stream in self._topic_holds:
+            self._recheck[stream] = None
+
+    def look_at_all(self) -> None:
+        self._recheck = dict.fromkeys(self._topic_holds)
 
     async def _check_topics(self) -> None:
         """Of the held topics with changed interest, read back those that are wanted and forget the others."""
-        for stream in list(islice(self.recheck, RECHECK_TOPICS)):
-            del self.recheck[stream]
+        for stream in list(islice(self._recheck, RECHECK_TOPICS)):
+            del self._recheck[stream]
             held = self._topic_holds.get(stream)
             if held is None:
                 continue
@@ -146,13 +159,28 @@ class CatchUp:
         self.targets.pop(stream, None)
         self.topics.discard(stream)
 
+    def forget_topic(self, stream: int) -> None:
+        """Note that a topic is not held any more. What is read back of it already goes on."""
+        self.found.pop(stream, None)
+        self._recheck.pop(stream, None)
+
     def skip(self, to: int) -> None:
         """Read back nothing up to `to`."""
         self.targets = {
-            stream: tuple(one._replace(since=max(one.since, to)) for one in those)
-            for stream, those in self.targets.items()
+            stream: tuple(target._replace(since=max(target.since, to)) for target in targets)
+            for stream, targets in self.targets.items()
         }
         self.position = max(self.position, to)
+
+    def deleted(self, to: int) -> None:
+        """Note that there is nothing up to `to` any more."""
+        self.position = max(self.position, min(to, self.until))
+
+    def take_merged(self) -> None:
+        """Read back merged units from before the start: their addresses are not on disk, so each is tried alone."""
+        for hold in self._address_holds.merged.values():
+            self._address_holds.taken(hold)
+            self._taken[hold] = None
 
     # Reading back
 
@@ -160,21 +188,23 @@ class CatchUp:
         """Start with all topics that were found wanted, and all addresses that were taken, since the last time."""
         await self.find_streams_of_holds()
         targets: dict[int, tuple[Target, ...]] = {}
-        for stream, those in self.found.items():
+        for stream, missing in self.found.items():
             if (held := self._topic_holds.get(stream)) is not None:
-                targets[stream] = tuple(one._replace(since=max(one.since, held.after)) for one in those)
+                targets[stream] = tuple(target._replace(since=max(target.since, held.after)) for target in missing)
         topics = set(targets)
-        taken = [hold for hold in self.taken if hold.progress.state is TAKEN]
+        taken = [hold for hold in self._taken if hold.progress.state is TAKEN]
         for hold in taken:
             self._address_holds.begin_return(hold)
             for stream, more in (await self._targets_in(hold)).items():
                 targets[stream] = _both(targets.get(stream, ()), more)
         for hold in taken:
             self._address_holds.uncover(hold)
-        self.targets, self.topics, self.addresses = targets, topics, taken
-        self.position = min([target.since for those in targets.values() for target in those], default=self._plans.read)
+        self.targets, self.topics, self._addresses = targets, topics, taken
+        self.position = min(
+            [target.since for lacking in targets.values() for target in lacking], default=self._plans.read
+        )
         self.until = self._plans.read
-        self.found, self.taken = {}, {}
+        self.found, self._taken = {}, {}
 
     async def find_streams_of_holds(self) -> None:
         """Find the streams of holds from before the start, since the disk does not say which streams they had."""
@@ -197,14 +227,14 @@ class CatchUp:
         if known is None and self._topic_holds.free_capacity <= 0:
             return
         self._topic_holds.hold(stream, after)
-        self.recheck[stream] = None
+        self._recheck[stream] = None
 
     async def _targets_in(self, hold: AddressHold) -> dict[int, tuple[Target, ...]]:
         """Returns the targets that wait in `hold`, by stream."""
         targets: dict[int, tuple[Target, ...]] = {}
         for index, stream in enumerate(list(hold.streams)):
-            if those := self._plans.targets_of(hold, stream):
-                targets[stream] = those
+            if waiting := self._plans.targets_of(hold, stream):
+                targets[stream] = waiting
             if index % RECHECK_TOPICS == RECHECK_TOPICS - 1:
                 await asyncio.sleep(0)
         return targets
@@ -212,7 +242,7 @@ class CatchUp:
     async def _read_back(self) -> bool:
         """Take one step. Returns False while records that were read must leave first."""
         if self.position < self.until and self.targets:
-            found = await self.reading.scan(self.position, self.targets.keys(), self.until)
+            found = await self.scan(self.position, self.targets.keys(), self.until)
             now = uuids.now_ms()
             for item in chain.from_iterable(map(items_of, found.chunks)):
                 self._add(item, now)
@@ -220,12 +250,12 @@ class CatchUp:
             return True
         if not self._in_hand.has_left or not self._in_hand.aside.streams.isdisjoint(self.targets):
             return False  # the holds keep their positions until all their records are confirmed
-        targets, topics, addresses = self.targets, self.topics, self.addresses
-        self.targets, self.topics, self.addresses = {}, set(), []
+        targets, topics, addresses = self.targets, self.topics, self._addresses
+        self.targets, self.topics, self._addresses = {}, set(), []
         for stream in topics:
             if stream in self._topic_holds:
                 self._topic_holds.serve(stream, targets[stream])
-                self.recheck[stream] = None
+                self._recheck[stream] = None
         for hold in addresses:
             self._address_holds.confirmed(hold)
         return True
@@ -285,9 +315,9 @@ class CatchUp:
             targets = await self._targets_in(hold)
             if after >= until or not targets:
                 return None
-            found = await self.reading.scan(after, targets.keys(), until)
+            found = await self.scan(after, targets.keys(), until)
             for item in chain.from_iterable(map(items_of, found.chunks)):
-                wanted = tuple(one for one in targets.get(item[2], ()) if item[0] > one.since)
+                wanted = tuple(target for target in targets.get(item[2], ()) if item[0] > target.since)
                 if not wanted:
                     continue
                 if item[1].is_expired(now):
@@ -304,7 +334,7 @@ class CatchUp:
         """End a hold that has waited for as long as it may."""
         after, until = hold.after, self._plans.read
         targets = await self._targets_in(hold)
-        found = await self.reading.scan(after, targets.keys(), until) if targets else None
+        found = await self.scan(after, targets.keys(), until) if targets else None
         copies = list[QueuedRecord]()
         for item in chain.from_iterable(map(items_of, found.chunks)) if found is not None else ():
             if wanted := tuple(target for target in targets.get(item[2], ()) if item[0] > target.since):
@@ -332,9 +362,9 @@ class CatchUp:
         self._address_holds.taken(hold)
         if hold.unit.startswith("=") and hold.tried == item[0]:
             self._address_holds.move(hold, item[0])
-        if not self.taken:
-            self.read_back_at = loop_time() + GATHER_S
-        self.taken[hold] = None
+        if not self._taken:
+            self._read_back_at = loop_time() + GATHER_S
+        self._taken[hold] = None
 
     def withdraw_trial(self, item: QueuedRecord) -> None:
         """Have `item`, which was removed before it left, tried again if it was a trial."""
