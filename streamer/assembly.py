@@ -360,7 +360,7 @@ class Assembly:
         self.new_stores.session_resumed(endpoint)
         for pump in self.pumps:
             if pump.peer is endpoint:
-                pump.address_holds.try_all()  # the network may take now what it has refused
+                pump.waits.try_all()  # the network may take now what it has refused
                 pump.wake()
 
     async def _entities_changed(self) -> None:

@@ -45,7 +45,7 @@ def _renamed_endpoint() -> Patches:
     from streamer.egress.claims import Claims
 
     def load(self: Claims) -> None:
-        known = {pump.owned.name for pump in self._pumps}
+        known = {pump.waits.owned.name for pump in self._pumps}
         for one in self._logs:
             for name in list(one.cursors.all()):
                 if name.startswith("egress:") and name not in known:
@@ -162,22 +162,22 @@ def _copies_before_a_place() -> Patches:
 
 
 def _handed_over_where_it_was_read() -> Patches:
-    from streamer.egress.holding import Holding
+    from streamer.egress.backlog import Backlog
 
-    stop = Holding.stop_publishes
+    hand_over = Backlog.hand_over
 
-    def stop_here(self: Holding) -> int:
-        stop(self)
+    def hand_over_here(self: Backlog) -> int:
+        hand_over(self)
         return self._log.newest_seq
 
-    return [(Holding, "stop_publishes", stop_here)]
+    return [(Backlog, "hand_over", hand_over_here)]
 
 
 def _pushed_again_from_the_end() -> Patches:
-    from streamer.egress.holding import Holding
+    from streamer.egress.backlog import Backlog
 
-    resume = Holding.resume_publishes
-    return [(Holding, "resume_publishes", lambda self, seq, had: resume(self, self._log.newest_seq, had))]
+    take_back = Backlog.take_back
+    return [(Backlog, "take_back", lambda self, seq, had: take_back(self, self._log.newest_seq, had))]
 
 
 def _never_pushed_again() -> Patches:

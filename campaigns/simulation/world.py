@@ -1019,7 +1019,7 @@ class Spy(UListener):
         world, since = self._world, self._world.handed_over_since
         streamer = world.machines["V"].streamer
         if streamer is None or not all(
-            pump.plans.is_followed for pump in streamer.assembly.pumps if pump.peer.name in NAMES
+            pump.waits.plans.is_followed for pump in streamer.assembly.pumps if pump.peer.name in NAMES
         ):
             return  # following is ending: one log after the other is pushed again
         if since is None or world.loop.now - since <= PUSHED_S_MAX:

@@ -113,8 +113,8 @@ async def count(source: Log, endpoint: str, pump: Pump | None = None) -> int:
     positions, newest = EndpointPositions.of(source.cursors.seqs(), endpoint), source.newest_seq
 
     def after(stream: int) -> int | None:
-        if pump is not None and not (pump.plans.is_followed and is_publish(source.stream(stream))):
-            return skipping.waits_after(pump, stream)
+        if pump is not None and not (pump.waits.is_followed and is_publish(source.stream(stream))):
+            return pump.waits.waits_after(stream)
         return positions.after_in(source, stream)
 
     first = min(positions.first, newest)
@@ -139,7 +139,7 @@ class Claims(Reporter):
         self.find_unclaimed()
         for waits in self.unclaimed:
             for pump in self._pumps:
-                if pump.log is waits.log and pump.owned.is_new:  # the new endpoint may be a renamed one
+                if pump.log is waits.log and pump.waits.owned.is_new:  # the new endpoint may be a renamed one
                     pump.log.cursors.set(row("began", pump.peer.name), pump.cursor)
 
     def find_unclaimed(self) -> None:
@@ -208,14 +208,13 @@ class Claims(Reporter):
     def absent_ms(self, pump: Pump) -> int:
         """Returns how long its peer has been away while the streamer ran, also before a restart; 0: it is connected."""
         away_s = self._away_s(pump.peer)
-        return pump.owned.absent_after(self._unsaved_ms, away_ms=int(away_s * 1000)) if away_s else 0
+        return pump.waits.owned.absent_after(self._unsaved_ms, away_ms=int(away_s * 1000)) if away_s else 0
 
     def passed(self, ms: int, away_ms: Mapping[str, int]) -> None:
         """Note that `ms` have passed, and that each endpoint has been away for the last `away_ms` of them."""
         self._saved_at = asyncio.get_running_loop().time()
         for pump in self._pumps:
-            pump.owned.waited(ms, away_ms=away_ms.get(pump.peer.name, 0))
-            pump.topic_holds.wait(ms)
+            pump.waits.passed(ms, away_ms=away_ms.get(pump.peer.name, 0))
         for waits in self.unclaimed:
             waits.absent_ms += ms
             cursors, holds = waits.log.cursors, waits.absent_ms < self.limit_ms
@@ -233,11 +232,10 @@ class Claims(Reporter):
             if pump.backlog and absent_ms >= self.limit_ms * WARNING:
                 what = f"the {pump.backlog} records that it has not had"
                 yield Condition(f"it has been away: {self._end(absent_ms)} {what}", pump.peer.name)
-            if pump.topic_holds.waited_ms >= self.limit_ms * WARNING:
-                what = f"{len(pump.topic_holds)} topics wait for endpoint {pump.peer.name}, paused or undecided"
-                yield Condition(
-                    f"{what}: {self._end(pump.topic_holds.waited_ms)} what has come of them", pump.peer.name
-                )
+            topics = pump.waits.topics
+            if topics.waited_ms >= self.limit_ms * WARNING:
+                what = f"{len(topics)} topics wait for endpoint {pump.peer.name}, paused or undecided"
+                yield Condition(f"{what}: {self._end(topics.waited_ms)} what has come of them", pump.peer.name)
         for waits in self._look():
             held = f", and those of {waits.topics} held topics and addresses," if waits.topics else ""
             yield Condition(

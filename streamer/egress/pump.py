@@ -18,22 +18,16 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import structlog
 
 from history.log.log import Log, RetentionLoss
-from streamer.egress import rows
-from streamer.egress.address_holds import HELD_HOURS, AddressHolds
-from streamer.egress.expiry import Expiry
-from streamer.egress.holding import Holding
-from streamer.egress.in_hand import InHand, loop_time
+from streamer.egress.address_holds import HELD_HOURS
+from streamer.egress.backlog import Backlog
+from streamer.egress.in_hand import InHand
 from streamer.egress.losses import PeerLosses
-from streamer.egress.plans import SKIP, Plans
-from streamer.egress.reading_back import ReadingBack
-from streamer.egress.rows import OwnedCursor, row
-from streamer.egress.topic_holds import OwedTopics, TopicHolds
 from streamer.letters.dead_letter import DeadLetters
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.flow import ACTIVE_S, LAG_RECORDS_MAX, LAG_SHARE_MAX, Flow
@@ -62,7 +56,7 @@ log = structlog.get_logger()
 
 
 class Pump:
-    """Sends one log's records to one peer. Owns the cursor `egress:PEER` in that log, and the peer's holds."""
+    """Sends one log's records to one peer. What waits there is in `waits`."""
 
     def __init__(
         self,
@@ -85,22 +79,15 @@ class Pump:
         self._version: Version | None = None  # of the view by which the plans were made
         self._pauses_known = frozenset[Pause]()
         self._backoff, self._flow = backoff, flow
-        self.topic_holds = TopicHolds(source, peer.name, absent_ms_max, self._forget_plans)
-        limits_s = refused_hours * 3_600, unheard_hours * 3_600
-        self.address_holds = AddressHolds(source, peer.name, loop_time, *limits_s, self._forget_plans)
-        self.owed = OwedTopics(source, peer.name)
         # Paced messages leave in batches of a quarter of a second, since urgent messages wait for the batch before
         # them, and a larger batch would leave at once after its wait
         batch_max = BATCH_MESSAGES_MAX if pace is None else min(BATCH_MESSAGES_MAX, max(1, pace.per_s // 4))
         self.sender = Sender[QueuedRecord](peer, batch_max, WINDOW_BYTES_MAX, pace=pace, cost=_units_of_batch)
         self.in_hand = InHand(self.sender, backoff.sibling())
         self.aside = self.in_hand.aside
-        self.plans = Plans(peer, source, view, self.topic_holds, self.address_holds)
         self.losses = PeerLosses(peer, source, dead_letters, functools.partial(on_gap, peer, source))
-        self.reading_back = ReadingBack(self.plans, self.in_hand, self.losses)
-        self.holding = Holding(self.plans, self.owed, self.in_hand, self.reading_back)
-        self._expiry = Expiry(self.plans, self.owed, self.reading_back, self.losses)
-        self.owned = OwnedCursor(source, row("egress", peer.name), absent_ms_max)
+        limits = absent_ms_max, refused_hours * 3_600, unheard_hours * 3_600
+        self.waits = Backlog(peer, source, view, self.in_hand, self.losses, *limits)
         self._turn = asyncio.Lock()  # held by a step, or by a change that has to wait until nothing is in flight
         self.trouble = ""  # why the log can't be read
         self.retries = 0
@@ -110,13 +97,13 @@ class Pump:
             paused.on_change(self._pauses_changed),
             source.on_append(self.sender.wake.set),
             source.on_retention_loss(self._passed),
-            source.on_forgotten(self.holding.forget),
-            source.keep_streams(self.holding.streams_in_hand),
+            source.on_forgotten(self.waits.forget),
+            source.keep_streams(self.waits.streams_in_hand),
             peer.on_heard(self._heard_at),
         ]
 
     def __repr__(self) -> str:
-        seqs = f"cursor={self.cursor}, read={self.plans.read}, newest={self.log.newest_seq}"
+        seqs = f"cursor={self.cursor}, read={self.waits.plans.read}, newest={self.log.newest_seq}"
         return f"Pump({self.peer.name}, {seqs}, waiting={len(self.sender.queue)})"
 
     def close(self) -> None:
@@ -132,12 +119,12 @@ class Pump:
     @property
     def cursor(self) -> int:
         """Returns the last confirmed seq."""
-        return self.owned.seq
+        return self.waits.owned.seq
 
     @property
     def read(self) -> int:
         """Returns the last seq that was read."""
-        return self.plans.read
+        return self.waits.plans.read
 
     def lag(self) -> float | None:
         """Returns how far reading is behind: 1 is LAG_SHARE_MAX of what is in memory; of a volatile log half of that,
@@ -145,7 +132,7 @@ class Pump:
 
         A peer that is behind because we send slowly must not hold up senders, since its records are on disk.
         """
-        log, read = self.log, self.plans.read
+        log, read = self.log, self.waits.plans.read
         if self._active_at < asyncio.get_running_loop().time() - ACTIVE_S:
             return None
         if log.durable:
@@ -154,7 +141,7 @@ class Pump:
 
     def interest_changed(self, _: Topics) -> None:
         """Look at the held topics again. For others the view is asked when a record comes."""
-        if self.topic_holds or self.plans.lacks_capacity:
+        if self.waits.hangs_on_interest:
             self.sender.wake.set()
 
     def wake(self) -> None:
@@ -165,31 +152,13 @@ class Pump:
 
     def _heard_at(self, addresses: Sequence[str] | None) -> None:
         """Try these addresses, at which somebody listens now (UTransport.on_heard)."""
-        self.address_holds.try_heard(addresses)
+        self.waits.heard_at(addresses)
         self.sender.wake.set()
-
-    # The cursor
 
     def begin(self) -> None:
         """Find the position to go on from. Called before any listener is registered, since messages that come from then
         on may be for this peer."""
-        self.owned.begin()
-        self.plans.read = self.owned.seq
-        self.topic_holds.load()
-        self.address_holds.load()
-        self.reading_back.take_merged()
-        self.owed.load()
-        _report_skipped(self)
-
-    def confirm(self) -> None:
-        """Move the cursor to just before the oldest record that still waits; back, if reading has gone back."""
-        holds, read, oldest = self.address_holds, self.plans.read, self.in_hand.oldest_seq
-        cursor = read if oldest is None else min(read, oldest - 1)
-        if holds and (oldest := holds.oldest_young) is not None:
-            cursor = min(cursor, oldest)
-        if cursor > self.owned.seq or read < self.owned.seq:
-            self.owned.seq = cursor
-            self.owned.save()
+        self.waits.load()
 
     # The loop
 
@@ -211,7 +180,7 @@ class Pump:
             await sender.answered(LAND_S)
         finally:
             self._settle(sender.landed())
-            self.confirm()
+            self.waits.confirm()
             sender.drop()
         raise end
 
@@ -254,10 +223,10 @@ class Pump:
         if next_at is not None and next_at <= asyncio.get_running_loop().time():
             await self._send()
             return AT_ONCE
-        self.confirm()
-        if not (at_the_end or aside or sender.flights or self.address_holds):
+        self.waits.confirm()
+        if not (at_the_end or aside or sender.flights or self.waits.addresses):
             return AT_ONCE
-        if self.address_holds and not sender.flights and (held_at := self.reading_back.next_at) is not None:
+        if self.waits.addresses and not sender.flights and (held_at := self.waits.reading_back.next_at) is not None:
             next_at = held_at if next_at is None else min(next_at, held_at)
         return next_at
 
@@ -265,7 +234,8 @@ class Pump:
 
     async def _fill(self) -> bool:
         """Read until the window is full, or the pauses change. Returns True if there is nothing to read for now."""
-        plans, reading_back, queue, aside = self.plans, self.reading_back, self.sender.queue, self.aside
+        waits, queue, aside = self.waits, self.sender.queue, self.aside
+        plans, reading_back = waits.plans, waits.reading_back
         while queue.messages < WINDOW_MESSAGES_MAX and queue.bytes < WINDOW_BYTES_MAX:
             if aside and aside.is_full:
                 return False
@@ -273,7 +243,7 @@ class Pump:
                 if self.sender.is_held:
                     return False
                 self.refresh_plans()
-            if self.topic_holds or self.address_holds or reading_back.has_work:
+            if waits.topics or waits.addresses or reading_back.has_work:
                 done = await reading_back.step()
                 if done:
                     continue
@@ -285,7 +255,7 @@ class Pump:
             if chunks is None:
                 if plans.read < self.log.floor_seq:
                     self.losses.lost(plans.read, self.log.floor_seq + 1)
-                    plans.read = self.log.floor_seq
+                    waits.read_to(self.log.floor_seq)
                 found = await reading_back.scan(plans.read)
                 chunks, covered = found.chunks, found.covered
                 if self.sender.is_held:
@@ -305,18 +275,18 @@ class Pump:
                     queue.add(items)
                 if self._flow.holds:
                     self._flow.moved()
-            plans.read = max(plans.read, covered)
+            waits.read_to(covered)
         return False
 
     # Sending
 
     async def _send(self) -> None:
         """Send the next batch, highest class first; an expired message becomes a dead letter instead."""
-        now, sender, aside = uuids.now_ms(), self.sender, self.aside
+        now, sender, aside, waits = uuids.now_ms(), self.sender, self.aside, self.waits
         batch: list[QueuedRecord] = []
         items = aside.due() if aside else []
         while True:
-            batch += [item for item in items if not (item[1].stamp.ttl and self.reading_back.ends_expired(item, now))]
+            batch += [item for item in items if not (item[1].stamp.ttl and waits.ends_expired(item, now))]
             items = sender.queue.take(sender.messages_max - len(batch), WINDOW_BYTES_MAX)
             if not items:
                 break
@@ -335,15 +305,11 @@ class Pump:
         """Note messages that were taken as delivered. Send the others again, hold them, or make them dead letters."""
         if not landed.items:
             return
-        sender, holding = self.sender, self.holding
-        settled = settle(*landed)
-        if settled.again or settled.refused or self.reading_back.trying or holding.fresh:
-            settled = holding.sort_out(settled)
-        if self.peer.tells_absence:
-            holding.heard.update([item[2] for item in settled.sent])
+        sender = self.sender
+        settled = self.waits.settle(settle(*landed))
         self.peer.forwarded += len(settled.sent)
         for stream, count in Counter([item[2] for item in settled.sent]).items():
-            self.peer.forwarded_from[self.plans.origin(stream)] += count
+            self.peer.forwarded_from[self.waits.plans.origin(stream)] += count
         for item, status in settled.refused:
             self.losses.dead(item, status.code, status.message or code_name(status.code))
         again = [item for item, _ in settled.again]
@@ -360,7 +326,7 @@ class Pump:
             self.losses.refill()
             if was_failing:
                 self._backoff.reset()
-        self.confirm()
+        self.waits.confirm()
 
     # Rules, interest and pauses
 
@@ -372,19 +338,11 @@ class Pump:
             for topic in sorted(topics):  # so that a run can be replayed
                 stream = self.log.known_id(to_uri(topic))
                 if stream is not None:
-                    self.plans.forget_plans((stream,))
-                    self.reading_back.look_again(stream)
+                    self.waits.look_again(stream)
             return
-        self.plans.forget_all()
-        self.reading_back.are_streams_found = False
         pauses, self.sender.is_held = frozenset(self._paused), False
-        if fresh := pauses - self._pauses_known:
-            self.holding.hold_paused(self._paused, fresh)
+        self.waits.look_at_all(self._paused, pauses - self._pauses_known)
         self._pauses_known = pauses
-        self.reading_back.look_at_all()
-
-    def _forget_plans(self, streams: Iterable[int] | None) -> None:
-        self.plans.forget_plans(streams)
 
     def _pauses_changed(self) -> None:
         self.sender.is_held = True
@@ -397,35 +355,14 @@ class Pump:
             await self.sender.answered()
             self._settle(self.sender.landed())
             self.refresh_plans()
-            await self.reading_back.find_streams_of_holds()
+            await self.waits.reading_back.find_streams_of_holds()
             result = change()
-            self.confirm()
+            self.waits.confirm()
             return result
 
     def _passed(self, passed: RetentionLoss) -> None:
-        self._expiry.passed(passed, self.cursor)
+        self.waits.deleted(passed)
         self.sender.wake.set()
-
-
-def pass_unwanted(pump: Pump) -> None:
-    """Move the cursor of a pump that has ended over records that came afterwards and are not for its peer. Without that
-    a removed endpoint that had everything would seem to have a backlog."""
-    plans, owned = pump.plans, pump.owned
-    if plans.read != owned.seq:
-        return  # something waits
-    for chunk in pump.log.tail(plans.read) or ():
-        if any(plans.plan(stream) is not SKIP for stream in chunk.stream_set):
-            break
-        plans.read = owned.seq = chunk.last_seq
-    owned.save()
-
-
-def _report_skipped(pump: Pump) -> None:
-    """Report what was skipped while the streamer was stopped (skipping.py)."""
-    cursors = pump.log.cursors
-    for after, seq in rows.units_of(cursors.seqs(), "skipped", pump.peer.name).items():
-        pump.losses.on_gap(int(after), seq + 1, Gap.REASON_SKIPPED)
-        cursors.drop(row("skipped", pump.peer.name, after))
 
 
 def _units_of_batch(batch: list[QueuedRecord]) -> int:

@@ -26,7 +26,6 @@ from streamer.egress.plans import Plans, items_of
 from streamer.walk.sender import QueuedRecord
 from streamer.walk.view import Target
 from uprotocol import uuid as uuids
-from uprotocol.v1.ucode_pb2 import UCode
 
 RECHECK_TOPICS: Final = 256  # topics checked in one step, which takes the loop some milliseconds
 TRIED_AT_ONCE: Final = 32  # first messages of held addresses that are sent in one round
@@ -378,14 +377,6 @@ class ReadingBack:
         if hold is not None and not hold.is_over and hold.tried == item[0]:
             self._address_holds.move(hold, item[0])
         self.withdraw_trial(item)
-
-    def ends_expired(self, item: QueuedRecord, now_ms: int) -> bool:
-        """Returns whether `item` has expired; then it becomes a dead letter."""
-        expired = item[1].is_expired(now_ms)
-        if expired:
-            self.skip_trial(item)
-            self._losses.dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
-        return expired
 
 
 def _both(some: tuple[Target, ...], more: tuple[Target, ...]) -> tuple[Target, ...]:

@@ -1,6 +1,6 @@
 """Moves the cursors of an endpoint forward to a time, because an operator wants the rest and not the backlog.
 
-running: time -> seq of each log -> count -> Holding.skip: held, parked and read records up to it, too -> gaps, counters
+running: time -> seq of each log -> count -> Backlog.skip: held and read records up to it, too -> gaps, counters
 stopped: the same in the log's rows (commands/cursors.py), with a row `skipped:` -> the next start reports the gap
 """
 
@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 import structlog
 
 from history.log.log import Log
-from streamer.egress.positions import EndpointPositions, lowest
 from streamer.egress.pump import Pump
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.status import UStatusError
@@ -58,41 +57,22 @@ async def count(source: Log, after: int, to: int, waits_after: Callable[[int], i
     return Skipped(source.name, start, to, records, len(streams))
 
 
-def positions_of(pump: Pump) -> EndpointPositions:
-    """Returns what the peer has had, as it is in memory."""
-    topics = {stream: hold.after for stream, hold in pump.topic_holds.items()}
-    addresses = {unit: hold.after for unit, hold in pump.address_holds.items()}
-    return EndpointPositions(pump.cursor, pump.cursor, lowest(topics, pump.owed), addresses)
-
-
-def waits_after(pump: Pump, stream: int) -> int | None:
-    """Returns the seq after which the peer has nothing of a stream; None: it gets nothing of it."""
-    plans = pump.plans
-    targets, is_open = plans.wanted(stream)
-    found = [hold.after for hold in plans.holds_of(stream)]
-    if targets or is_open:
-        found.append(max(pump.cursor, 0 if is_open else min(target.since for target in targets)))
-    if (held := pump.topic_holds.get(stream)) is not None:
-        found.append(held.after)
-    return min(found, default=None)
-
-
 async def skip(pumps: Sequence[Pump], to_ms: int, *, dry_run: bool) -> list[Skipped]:
     """Have the peer of `pumps` not get what came up to `to_ms` (Unix milliseconds). `dry_run`: only count.
 
     Raises FAILED_PRECONDITION if it reads our history itself, and the errors of the log.
     """
-    followed = next((pump.peer.name for pump in pumps if pump.plans.is_followed), None)
+    followed = next((pump.peer.name for pump in pumps if pump.waits.is_followed), None)
     if followed is not None:
         what = f"endpoint {followed!r} follows our history, and reads publishes by itself: nothing waits for it here"
         raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}; have it skip there")
     found = []
     for pump in pumps:
         to = await pump.log.seq_before_time(to_ms)
-        after = positions_of(pump).first_of_all
-        one = await count(pump.log, after, to, partial(waits_after, pump))
+        after = pump.waits.positions().first_of_all
+        one = await count(pump.log, after, to, pump.waits.waits_after)
         if not dry_run and to > after:
-            await pump.between_batches(partial(pump.holding.skip, to))
+            await pump.between_batches(partial(pump.waits.skip, to))
             pump.peer.dropped["skipped"] += one.records
             pump.losses.on_gap(one.after, to + 1, Gap.REASON_SKIPPED)
             pump.wake()

@@ -77,9 +77,12 @@ class TopicHolds(dict[int, TopicHold]):
         )
         self._on_change((stream,))
 
-    def move(self, stream: int, after: int) -> None:
-        self[stream].after = after
-        self._save(stream)
+    def pass_to(self, after: int) -> None:
+        """Have nothing up to `after` wait any more."""
+        for stream, hold in self.items():
+            if hold.after < after:
+                hold.after = after
+                self._save(stream)
 
     def hold(self, stream: int, after: int) -> None:
         """Hold a paused topic: records after `after` wait for all authorities, also for those that were served."""

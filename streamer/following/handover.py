@@ -22,7 +22,6 @@ from history.log.log import Log
 from history.records.witness import seqs_of
 from streamer.egress.pump import Pump
 from streamer.egress.rows import HOLDER, parsed, row, units_of
-from streamer.egress.skipping import positions_of
 from streamer.reporting import Condition, Reporter, Sample
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.paused import Paused
@@ -134,12 +133,12 @@ class HandOvers(Reporter):
         for pump in pumps:
             seq = pump.log.cursors.seq(row("followed", name))
             if name in self._followed_by:
-                pump.plans.is_followed = True
+                pump.waits.continue_followed()
                 if seq is None:  # the log is in memory
                     self._hold(name, pump.log, pump.cursor)
             elif seq is not None:
-                pump.holding.resume_publishes(seq, 0)
-                pump.confirm()
+                pump.waits.take_back(seq, 0)
+                pump.waits.confirm()
                 pump.log.cursors.drop(row("followed", name))
                 self._forget_follower(name, pump.log)
 
@@ -222,16 +221,16 @@ class HandOvers(Reporter):
         if name not in self._taken and (pauses := self._paused.toward(self._endpoints[name])):
             what = f"{pauses[0].topic} is paused toward {pauses[0].peer!r}: nothing can be handed over before that ends"
             raise UStatusError(UCode.UNAVAILABLE, what)
-        if not takes_held and any(pump.holding.has_publishes for pump in self._pumps[name]):
+        if not takes_held and any(pump.waits.has_publishes for pump in self._pumps[name]):
             what = f"topics wait for endpoint {name!r}, and this follower does not read what is held (takes_held)"
             raise UStatusError(UCode.UNAVAILABLE, f"{what}: nothing can be handed over before they have left")
         for pump in self._pumps[name]:
-            if not pump.plans.is_followed and positions_of(pump).first_of_all < read.get(pump.log.incarnation, 0):
+            if not pump.waits.is_followed and pump.waits.positions().first_of_all < read.get(pump.log.incarnation, 0):
                 what = f"publishes wait for endpoint {name!r} from before the position of this follower"
                 raise UStatusError(UCode.UNAVAILABLE, f"{what}: nothing can be handed over before they have left")
         for pump in self._pumps[name]:
-            if not pump.plans.is_followed:
-                self._hold(name, pump.log, await pump.between_batches(pump.holding.stop_publishes))
+            if not pump.waits.is_followed:
+                self._hold(name, pump.log, await pump.between_batches(pump.waits.hand_over))
             row = self._follower_row(name)
             if pump.log.cursors.seq(row) is None:
                 self._forget_follower(name, pump.log)
@@ -301,7 +300,7 @@ class HandOvers(Reporter):
                 continue
             had = positions.get(pump.log.incarnation, 0)
             seq = min(max(seq, had), pump.log.newest_seq)
-            await pump.between_batches(partial(pump.holding.resume_publishes, seq, had))
+            await pump.between_batches(partial(pump.waits.take_back, seq, had))
             pump.log.cursors.drop(row("followed", name))
             self._forget_follower(name, pump.log)
             ended.append(Position(incarnation=pump.log.incarnation, seq=seq))
@@ -324,7 +323,7 @@ class HandOvers(Reporter):
                     continue
                 if known < seq:
                     self._hold(name, source, seq)
-                pump.owed.clear_all()
+                pump.waits.acknowledged()
                 source.cursors.set(self._follower_row(name), 1)
                 self._move_others(uris.format(self._followed_by[name]), source, seq)
 
@@ -389,7 +388,9 @@ def _held_topics(pump: Pump, before: int | None) -> list[HeldTopic]:
     """Returns the topics that the follower must read from before its position; of too many, a pattern of all. `before`:
     the seq after which it must read all topics; None: none."""
     known = [
-        (pump.log.stream(stream).source, after) for stream, after in pump.owed.items() if pump.log.knows_stream(stream)
+        (pump.log.stream(stream).source, after)
+        for stream, after in pump.waits.owed.items()
+        if pump.log.knows_stream(stream)
     ]
     if before is not None:
         known.append((uris.ANY, before))

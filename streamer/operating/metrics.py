@@ -245,14 +245,14 @@ def of_pump(pump: Pump, absent_ms: int) -> Iterator[Sample]:
     yield "queued_bytes", label, pump.sender.queue.bytes  # the log stands for the queue
     yield "retries", label, pump.retries
     yield "gap_records", label, pump.losses.gaps
-    yield "parked_topics", label, len(pump.topic_holds)
+    yield "parked_topics", label, len(pump.waits.topics)
     if pump.log.durable:
-        states = {one.label: one for one in pump.address_holds.states()}
+        states = {one.label: one for one in pump.waits.addresses.states()}
         for reason in LABELS:
             held = states.get(reason)
             yield "held_addresses", (*label, reason), 0 if held is None else held.units
             yield "held_records", (*label, reason), 0 if held is None else held.records
-        yield "held_ended", label, pump.address_holds.ended
+        yield "held_ended", label, pump.waits.addresses.ended
     yield "stuck_streams", label, len(pump.aside)
     yield "absent_seconds", label, absent_ms / 1000
 

@@ -19,7 +19,6 @@ import structlog
 from streamer import building
 from streamer.assembly import Attached
 from streamer.config import Config, EndpointSection
-from streamer.egress.pump import pass_unwanted
 from streamer.operating import metrics
 from streamer.part import Part, end, within
 from streamer.reporting import Condition, Sample
@@ -107,7 +106,7 @@ class EndpointPart(Part):
     def remove(self, attached: Attached) -> None:
         """Removes a stopped endpoint from all parts."""
         for pump in attached.pumps:
-            pass_unwanted(pump)
+            pump.waits.pass_unwanted()
         self.parts.remove_pumps(attached)
         self.assembly.remove_pumps(attached)
         self.parts.remove_endpoint(attached)

@@ -65,7 +65,7 @@ class PumpPart(Part):
         """Yields holds with these labels. One that may end by itself is reported once it has lasted SHOWN_AFTER_S."""
         now_ms = self.assembly.runtime.now_ms()
         for pump in self.assembly.pumps:
-            for held in pump.address_holds.states():
+            for held in pump.waits.addresses.states():
                 shown_after_s = SHOWN_AFTER_S if held.oldest.may_end_by_itself else 0.0
                 if held.label in labels and held.waited_s >= shown_after_s:
                     yield Condition(held.sentence(now_ms), pump.peer.name)

@@ -273,7 +273,7 @@ def _endpoint(assembly: Assembly, readiness: Readiness, attached: Attached) -> E
     state = readiness.states[endpoint.name]
     (in_per_s, in_ms), (out_per_s, out_ms) = meters.received(endpoint), meters.forwarded(endpoint)
     behind = sum(pump.backlog for pump in pumps)
-    held = [hold for pump in pumps for hold in pump.address_holds.values()]
+    held = [hold for pump in pumps for hold in pump.waits.addresses.values()]
     loop_s, now_ms = meters.now_s(), assembly.runtime.now_ms()
     return EndpointStatus(
         name=endpoint.name,
@@ -288,7 +288,7 @@ def _endpoint(assembly: Assembly, readiness: Readiness, attached: Attached) -> E
         in_per_s=round(in_per_s, 1),
         out_per_s=round(out_per_s, 1),
         waiting=behind + sum(hold.records for hold in held) + len(assembly.express.queues[endpoint.name]),
-        waiting_topics=sum(len(pump.topic_holds) for pump in pumps),
+        waiting_topics=sum(len(pump.waits.topics) for pump in pumps),
         lag_records=behind,
         lag_s=round(max((meters.lag_s(pump) for pump in pumps), default=0.0), 3),
         retries=sum(pump.retries for pump in pumps),

@@ -169,7 +169,7 @@ async def test_gateways_that_announce_themselves_are_read(depot: Depot) -> None:
     assert not any("away" in lag for lag in planner.fleet.lag().values())
     for gateway in depot.gateways.values():
         assert not gateway.assembly.handovers.followed
-        assert not any(pump.plans.is_followed for pump in gateway.assembly.pumps)
+        assert not any(pump.waits.plans.is_followed for pump in gateway.assembly.pumps)
         assert not [
             one for pump in gateway.assembly.pumps for one in pump.log.cursors.seqs() if one.startswith("followed:")
         ]

@@ -147,7 +147,7 @@ async def test_what_is_followed_is_heard_once_and_in_order(pair: Pair, mode: str
     await pair.publish(50, DOOR)
     await pair.expect_all()
     link = [pump for pump in pair.vehicle.assembly.pumps if pump.peer.name == "link"]
-    assert all(pump.plans.is_followed and not pump.retries for pump in link)
+    assert all(pump.waits.plans.is_followed and not pump.retries for pump in link)
     assert pair.followed.counts["stored"] == 350
     assert pair.followed.counts["duplicate"] == 0
     assert pair.followed.counts["doorbells"] == 0
@@ -358,7 +358,7 @@ async def test_what_was_held_when_a_follower_takes_over_is_read_from_the_history
     pair.vehicle.networks["link"].refuse(uris.format(SPEED))
     await pair.publish(20)
     (pump,) = (one for one in pair.vehicle.assembly.pumps if one.peer.name == "link" and one.log.durable)
-    await pair.vehicle.until(lambda: sum(hold.records for hold in pump.address_holds.values()) >= 20)
+    await pair.vehicle.until(lambda: sum(hold.records for hold in pump.waits.addresses.values()) >= 20)
     await pair.publish(10, DOOR)
     await pair.heard.expect(15)
     await pair.hub.stop()
@@ -374,7 +374,9 @@ async def test_what_was_held_when_a_follower_takes_over_is_read_from_the_history
     assert speed == [*range(25), *range(35, 40)]
     assert pair.followed.counts["pushed_before"] == 10
     assert pair.followed.counts["stored"] == 25
-    await pair.vehicle.until(lambda: not any(pump.owed or pump.address_holds for pump in pair.vehicle.assembly.pumps))
+    await pair.vehicle.until(
+        lambda: not any(pump.waits.owed or pump.waits.addresses for pump in pair.vehicle.assembly.pumps)
+    )
     assert not any(name.startswith(("held:", "owed:")) for name in pair.vehicle.assembly.logs.durable.cursors.seqs())
 
 
@@ -384,7 +386,7 @@ async def test_a_follower_that_reads_nothing_held_is_asked_to_poll_again(pair: P
     pair.vehicle.networks["link"].refuse(uris.format(SPEED))
     await pair.publish(3)
     (pump,) = (one for one in pair.vehicle.assembly.pumps if one.peer.name == "link" and one.log.durable)
-    await pair.vehicle.until(lambda: sum(hold.records for hold in pump.address_holds.values()) >= 3)
+    await pair.vehicle.until(lambda: sum(hold.records for hold in pump.waits.addresses.values()) >= 3)
     hand_overs, caller = pair.vehicle.assembly.handovers, uris.parse("//hub/4/1/0")
     with pytest.raises(UStatusError, match="nothing can be handed over") as refused:
         await hand_overs.asked(caller, HandOver(take=True))

@@ -125,7 +125,7 @@ async def test_topics_are_found_one_by_one_and_messages_wait_for_the_answer(
 
 
 def parked(world: Any) -> int:
-    return sum(len(pump.topic_holds) for pump in world.assembly.pumps)
+    return sum(len(pump.waits.topics) for pump in world.assembly.pumps)
 
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["", "restarted"])
@@ -215,7 +215,7 @@ async def test_a_topic_that_was_undecided_and_then_unheard_waits_over_a_restart_
     (pump,) = [pump for pump in world.assembly.pumps if pump.peer.name == "cloud" and pump.log.durable]
     await world.until(lambda: pump.cursor == 3)
     service.answering.set()
-    await world.until(lambda: pump.address_holds and not pump.topic_holds)
+    await world.until(lambda: pump.waits.addresses and not pump.waits.topics)
     await world.restart()
     door = await world.hear(cloud, DOOR)
     await door.expect(1)
@@ -232,7 +232,7 @@ async def test_what_is_held_at_an_address_waits_although_it_is_not_known_any_mor
     world.networks["cloud"].refuse(uris.format(SPEED))
     await vehicle.send(publish(SPEED, "held"))
     (pump,) = [pump for pump in world.assembly.pumps if pump.peer.name == "cloud" and pump.log.durable]
-    await world.until(lambda: len(pump.address_holds) == 1 and pump.cursor == 1)
+    await world.until(lambda: len(pump.waits.addresses) == 1 and pump.cursor == 1)
     service.answering.clear()
     await world.stop()
     (world.config.streamer.data_dir / "interest-cloud.json").unlink()

@@ -45,7 +45,7 @@ async def test_a_forgotten_topic_is_decided_and_delivered_again(make_world: Make
     assert forget(log) == 1
     assert not log.knows_stream(old)
     assert old not in {verdict.stream for verdict in ingress._verdicts.values()}
-    assert old not in pump.plans._by_stream
+    assert old not in pump.waits.plans._by_stream
     await vehicle.send(publish(SPEED, "2"))
     await heard.expect(2)
     assert heard.texts == ["1", "2"]
@@ -82,9 +82,9 @@ async def test_parked_topics_are_kept_until_they_are_decided(make_world: MakeWor
     log._tail.bytes_max = RING_BYTES
     pump = next(pump for pump in world.assembly.pumps if pump.peer.name == "cloud" and pump.log is log)
     id = log.stream_id(FUEL)
-    pump.topic_holds.park(id, 0, ())
+    pump.waits.topics.park(id, 0, ())
     assert forget(log) == 0
-    pump.topic_holds.forget(id)
+    pump.waits.topics.forget(id)
     assert forget(log) == 1
 
 
@@ -93,9 +93,9 @@ async def test_when_a_thinned_topic_is_due_is_forgotten_with_it(make_world: Make
     log = world.assembly.logs.volatile
     pump = next(pump for pump in world.assembly.pumps if pump.log is log)
     id = log.stream_id(FUEL)
-    pump.plans.due_ms[id] = {"cloud": 1}
+    pump.waits.plans.due_ms[id] = {"cloud": 1}
     forget(log)
-    assert not pump.plans.due_ms
+    assert not pump.waits.plans.due_ms
 
 
 @pytest.mark.parametrize(

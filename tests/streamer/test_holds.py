@@ -44,7 +44,9 @@ async def held(world: World, units: int = 1, *, records: int = 0) -> Any:
     pump = pump_of(world)
 
     def is_so() -> bool:
-        return len(pump.address_holds) == units and sum(one.records for one in pump.address_holds.values()) >= records
+        return (
+            len(pump.waits.addresses) == units and sum(one.records for one in pump.waits.addresses.values()) >= records
+        )
 
     await world.until(is_so)
     return pump
@@ -80,7 +82,7 @@ async def stage(make_world: MakeWorld, **options: Any) -> Stage:
 async def saved(world: World) -> None:
     """Until each hold has a row."""
     pump = pump_of(world)
-    await world.until(lambda: all(hold.has_row for hold in pump.address_holds.values()))
+    await world.until(lambda: all(hold.has_row for hold in pump.waits.addresses.values()))
 
 
 async def sent(node: Any, publish: Publish, topic: Any, numbers: range) -> None:
@@ -232,7 +234,7 @@ async def test_a_restart_with_a_thousand_held_addresses_sends_nothing_twice(
     await saved(world)
     await world.until(lambda: pump_of(world).backlog == 0)
     await world.restart()
-    assert len(pump_of(world).address_holds) == 1_000
+    assert len(pump_of(world).waits.addresses) == 1_000
     await sent(vehicle, publish, SPEED, range(30, 40))
     await heard.expect(1_040)
     assert not [text for text in heard.texts if text == "held"]
@@ -262,9 +264,9 @@ async def test_many_refused_addresses_cost_a_healthy_one_nothing(
         await sent(vehicle, publish, SPEED, range(10 * round, 10 * round + 10))
     await heard_all(speed, range(30))
     pump = pump_of(world)
-    await world.until(lambda: sum(one.records for one in pump.address_holds.values()) >= 1_500)
-    assert len(pump.address_holds) <= 100
-    assert "@vehicle1" in pump.address_holds
+    await world.until(lambda: sum(one.records for one in pump.waits.addresses.values()) >= 1_500)
+    assert len(pump.waits.addresses) <= 100
+    assert "@vehicle1" in pump.waits.addresses
     assert len(speed.messages) == 30
     await saved(world)
     await world.restart()
@@ -286,7 +288,7 @@ async def test_what_has_waited_for_too_long_is_reported_one_by_one_and_then_as_a
     world.networks["cloud"].refuse(address(SPEED))
     await sent(vehicle, publish, SPEED, range(250))
     pump = pump_of(world)
-    await world.until(lambda: pump.address_holds.ended == 1)
+    await world.until(lambda: pump.waits.addresses.ended == 1)
     assert world.assembly.dead_letters.by_code == {"PERMISSION_DENIED": 100}
     assert pump.losses.gaps == 0, "those are of retention and damage"
     assert world.assembly.endpoints["cloud"].dropped["held_too_long"] == 150
@@ -386,7 +388,7 @@ async def test_a_subscriber_that_is_restarted_misses_nothing(make_world: MakeWor
     await here.cloud.unregister_listener(SPEED, heard)
     await sent(vehicle, publish, SPEED, range(10, 30))
     pump = await held(world, records=20)
-    (state,) = pump.address_holds.states()
+    (state,) = pump.waits.addresses.states()
     assert state.label == "left"
     await here.cloud.register_listener(SPEED, heard)
     await heard_all(heard, range(30))
@@ -405,7 +407,7 @@ async def test_with_hold_false_it_is_sent_to_nobody_as_before(make_world: MakeWo
     await sent(vehicle, publish, SPEED, range(10))
     pump = pump_of(world)
     await world.until(lambda: pump.log.newest_seq == 10 and pump.backlog == 0)
-    assert not pump.address_holds
+    assert not pump.waits.addresses
     assert world.assembly.endpoints["cloud"].forwarded == 10
 
 
@@ -421,7 +423,7 @@ async def test_of_a_volatile_log_nothing_is_held(make_world: MakeWorld, publish:
     await sent(vehicle, publish, DOOR, range(3))
     await world.until(lambda: world.assembly.dead_letters.by_code == {"PERMISSION_DENIED": 3})
     assert heard.texts == []
-    assert not any(pump.address_holds for pump in world.assembly.pumps)
+    assert not any(pump.waits.addresses for pump in world.assembly.pumps)
 
 
 # -- what a person sees
@@ -456,7 +458,7 @@ async def test_a_refusal_is_a_condition_of_its_endpoint_and_an_address_nobody_ha
 async def waiting(pump: Any) -> int:
     """Reads the log: the number of records behind the positions of the holds."""
     count = 0
-    for hold in pump.address_holds.values():
+    for hold in pump.waits.addresses.values():
         found = await pump.log.scan(hold.after, max_records=100_000, max_bytes=1 << 30, streams=hold.streams)
         for chunk in found.chunks:
             of_hold = zip(chunk.seqs, chunk.streams, strict=True)
@@ -473,8 +475,8 @@ async def test_held_records_are_counted_once_whatever_refusals_and_pauses_come_i
 
     def is_held() -> bool:
         """Whether everything that was read waits in one hold."""
-        is_busy = pump.topic_holds or pump.reading_back.is_under_way or pump.backlog or pump.sender.flights
-        return not is_busy and [hold.is_waiting for hold in pump.address_holds.values()] == [True]
+        is_busy = pump.waits.topics or pump.waits.reading_back.is_under_way or pump.backlog or pump.sender.flights
+        return not is_busy and [hold.is_waiting for hold in pump.waits.addresses.values()] == [True]
 
     async def is_refused() -> None:
         nonlocal count
@@ -483,7 +485,7 @@ async def test_held_records_are_counted_once_whatever_refusals_and_pauses_come_i
         await sent(here.vehicle, publish, SPEED, range(count, count + more))
         count += more
         await world.until(is_held)
-        (state,) = pump.address_holds.states()
+        (state,) = pump.waits.addresses.states()
         assert state.are_counted
         assert state.records == await waiting(pump)
 
@@ -492,7 +494,7 @@ async def test_held_records_are_counted_once_whatever_refusals_and_pauses_come_i
         match draw.randrange(3):
             case 0:
                 await world.assembly.paused.pause(SPEED, "cloud")
-                await world.until(lambda: len(pump.topic_holds) == 1)
+                await world.until(lambda: len(pump.waits.topics) == 1)
                 await world.assembly.paused.resume(SPEED, "cloud")
             case 1:
                 here.network.allow()
@@ -513,7 +515,7 @@ async def test_a_refusal_by_an_access_rule_is_a_condition_at_once_and_a_shortage
     pump = await here.refuses(publish, 3)
     (problem,) = here.world.parts.problems()
     assert "Not authorized" in problem
-    (hold,) = pump.address_holds.values()
+    (hold,) = pump.waits.addresses.values()
     hold.code = UCode.RESOURCE_EXHAUSTED
     assert here.world.parts.problems() == []
     hold.began -= address_holds.SHOWN_AFTER_S
@@ -528,14 +530,14 @@ async def test_a_pause_takes_over_what_is_held(make_world: MakeWorld, publish: P
     world, heard, vehicle = here.world, here.speed, here.vehicle
     pump = await here.refuses(publish, 10)
     await world.assembly.paused.pause(SPEED, "cloud")
-    await world.until(lambda: len(pump.topic_holds) == 1)
+    await world.until(lambda: len(pump.waits.topics) == 1)
     world.networks["cloud"].allow()
     await sent(vehicle, publish, SPEED, range(10, 20))
     await held(world, 0)
     assert heard.texts == []
     await world.assembly.paused.resume(SPEED, "cloud")
     await heard_all(heard, range(20))
-    await world.until(lambda: not pump.topic_holds)
+    await world.until(lambda: not pump.waits.topics)
 
 
 async def test_what_is_paused_and_then_refused_arrives_after_both(make_world: MakeWorld, publish: Publish) -> None:
@@ -544,7 +546,7 @@ async def test_what_is_paused_and_then_refused_arrives_after_both(make_world: Ma
     await world.assembly.paused.pause(SPEED, "cloud")
     await sent(vehicle, publish, SPEED, range(10))
     pump = pump_of(world)
-    await world.until(lambda: len(pump.topic_holds) == 1)
+    await world.until(lambda: len(pump.waits.topics) == 1)
     world.networks["cloud"].refuse(address(SPEED))
     await world.assembly.paused.resume(SPEED, "cloud")
     await held(world, records=10)

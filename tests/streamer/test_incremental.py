@@ -136,9 +136,9 @@ class Driven:
     async def settles(self) -> None:
         async with asyncio.timeout(20):
             while any(  # noqa: ASYNC110
-                (pump.backlog and not pump.plans.lacks_capacity)
-                or pump.reading_back.found
-                or pump.reading_back.is_under_way
+                (pump.backlog and not pump.waits.plans.lacks_capacity)
+                or pump.waits.reading_back.found
+                or pump.waits.reading_back.is_under_way
                 for pump in self.streamer.assembly.pumps
             ):
                 await asyncio.sleep(0)
@@ -154,18 +154,18 @@ class Driven:
             assert all(address in ingress._verdicts for known in ingress._published.values() for address in known)
         for pump in self.streamer.assembly.pumps:
             pump.refresh_plans()
-            for stream, plan in pump.plans._by_stream.items():
-                assert planned(plan) == planned(pump.plans.plan(stream))
-            for stream, parked in pump.topic_holds.items():
-                targets, is_open = pump.plans.wanted(stream)
+            for stream, plan in pump.waits.plans._by_stream.items():
+                assert planned(plan) == planned(pump.waits.plans.plan(stream))
+            for stream, parked in pump.waits.topics.items():
+                targets, is_open = pump.waits.plans.wanted(stream)
                 if (
-                    stream in pump.reading_back._recheck
-                    or stream in pump.reading_back.found
-                    or stream in pump.reading_back.topics
+                    stream in pump.waits.reading_back._recheck
+                    or stream in pump.waits.reading_back.found
+                    or stream in pump.waits.reading_back.topics
                 ):
                     continue  # it is looked at again, or read back
                 assert is_open
-                assert not pump.plans.missing(parked, targets)
+                assert not pump.waits.plans.missing(parked, targets)
 
 
 def decided(ingress: Ingress, address: bytes) -> tuple[Any, ...]:
@@ -250,7 +250,7 @@ async def test_one_subscription_more_costs_a_look_at_its_topic(
     await vehicle.send(publish(known[0]))
     await world.until(lambda: pumps["mcu"].retries > 3 and pumps["cloud"].cursor == 2_001)
     ingress, filters = streamer.assembly.ingresses["vehicle"], streamer.assembly.networks["vehicle"].filters
-    verdicts, plans = dict(ingress._verdicts), dict(pumps["cloud"].plans._by_stream)
+    verdicts, plans = dict(ingress._verdicts), dict(pumps["cloud"].waits.plans._by_stream)
     assert len(verdicts) == len(plans) == 2_000
     looks, routes = filters.looks, streamer.assembly.home.transport.listeners._routes
     route_looks, attempts = routes.looks, pumps["mcu"]._backoff._attempts
@@ -268,7 +268,7 @@ async def test_one_subscription_more_costs_a_look_at_its_topic(
     await vehicle.send(publish(one_more))
     await heard.expect(1)
     assert {address: ingress._verdicts.get(address) for address in verdicts} == verdicts
-    assert all(pumps["cloud"].plans._by_stream[stream] is plan for stream, plan in plans.items())
+    assert all(pumps["cloud"].waits.plans._by_stream[stream] is plan for stream, plan in plans.items())
     assert not woken
     assert pumps["mcu"]._backoff._attempts >= attempts
     await client.close()

@@ -129,7 +129,7 @@ async def test_what_is_paused_waits_in_order_while_all_else_goes_on_and_comes_be
     await speed.expect(40)
     await there.expect(40)
     assert speed.texts == there.texts == texts(0, 40)
-    await world.until(lambda: not any(len(pump.topic_holds) for pump in world.assembly.pumps))
+    await world.until(lambda: not any(len(pump.waits.topics) for pump in world.assembly.pumps))
     assert notes(world) == []
 
 
@@ -238,14 +238,14 @@ async def test_a_topic_that_is_paused_while_it_is_read_back_is_not_held_once_nob
     await streamer.assembly.paused.pause(SPEED, "cloud")
     for number in range(20):
         await vehicle.send(publish(SPEED, str(number)))
-    await world.until(lambda: len(pump.topic_holds) == 1 and not pump.backlog)
+    await world.until(lambda: len(pump.waits.topics) == 1 and not pump.backlog)
     transport.disconnect()
     await streamer.assembly.paused.resume(SPEED, "cloud")
-    await world.until(lambda: pump.reading_back.is_under_way and pump.retries)
+    await world.until(lambda: pump.waits.reading_back.is_under_way and pump.retries)
     await streamer.assembly.paused.pause(SPEED, "cloud")
     await world.change_rule("vehicle", "cloud", None)
-    await world.until(lambda: not len(pump.topic_holds))
-    assert not pump.reading_back.is_under_way
+    await world.until(lambda: not len(pump.waits.topics))
+    assert not pump.waits.reading_back.is_under_way
 
 
 @spec("local~disp-start-stop")
@@ -676,7 +676,7 @@ async def _pump(folder: Path, draw: random.Random, away: float, needs_sink: bool
     for pause in list(paused):
         await paused.resume(uris.parse(pause.topic), pause.peer)
     async with asyncio.timeout(60):
-        while pump.backlog or len(pump.sender.queue) or pump.aside or len(pump.topic_holds):  # noqa: ASYNC110 - no event for it
+        while pump.backlog or len(pump.sender.queue) or pump.aside or len(pump.waits.topics):  # noqa: ASYNC110 - no event for it
             await asyncio.sleep(0.001)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

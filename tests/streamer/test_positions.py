@@ -179,7 +179,7 @@ class _Run:
                 case 2 | 3:
                     address = network.address_of(draw.choice(TOPICS), None)
                     network.answers[address] = draw.choice([OK, *ANSWERS.values()])
-                    pump.address_holds.try_all()
+                    pump.waits.addresses.try_all()
                     pump.wake()
                 case 4:
                     await asyncio.sleep(draw.random() * 0.02)
@@ -222,7 +222,7 @@ class _Run:
         if self._followed is None:
 
             def stop() -> int:
-                self._followed = pump.holding.stop_publishes()
+                self._followed = pump.waits.hand_over()
                 return self._followed
 
             await pump.between_batches(stop)
@@ -230,7 +230,7 @@ class _Run:
             seq = self._followed
 
             def resume() -> int:
-                read = pump.holding.resume_publishes(seq, 0)
+                read = pump.waits.take_back(seq, 0)
                 self._followed = None
                 return read
 
@@ -246,7 +246,7 @@ class _Run:
             await self._paused.resume(uris.parse(pause.topic), pause.peer)
         if self._followed is not None:
             await self._hand_over(pump)
-        pump.address_holds.try_all()
+        pump.waits.addresses.try_all()
         pump.wake()
         done = self._network.taken | self._letters
         async with asyncio.timeout(20):
@@ -333,7 +333,7 @@ class OnePump:
         await self.until(lambda: pump.read == seq and not pump.sender.queue and not pump.sender.flights)
 
     def try_again(self) -> None:
-        self.pump.address_holds.try_all()
+        self.pump.waits.addresses.try_all()
         self.pump.wake()
 
 
@@ -353,7 +353,7 @@ async def test_what_failed_beside_a_refused_message_is_not_overtaken_by_its_own_
     network = OneAddress(answer)
     async with OnePump(tmp_path, network) as one:
         await one.append(TOPICS[0], TOPICS[1])
-        await one.until(lambda: bool(one.pump.address_holds))
+        await one.until(lambda: bool(one.pump.waits.addresses))
         await one.append(TOPICS[1])
         await one.has_read(3)
         one.try_again()
@@ -374,7 +374,7 @@ async def test_what_goes_to_a_refused_address_waits_also_where_nothing_of_its_st
         await one.has_read(4)
         answers[0] = ANSWERS["refused"]
         await one.append(TOPICS[0], TOPICS[1])
-        await one.until(lambda: bool(one.pump.address_holds))
+        await one.until(lambda: bool(one.pump.waits.addresses))
         await one.append(TOPICS[2], TOPICS[2])
         await one.has_read(8)
         assert network.sent == [b"%d" % seq for seq in range(1, 7)], "7 and 8 wait without having been sent"

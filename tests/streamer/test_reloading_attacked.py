@@ -349,7 +349,7 @@ SECTIONS: dict[str, dict[str, Effect | str]] = {
                 {
                     one.assembly.claims.limit_ms,
                     one.assembly.handovers.absent_ms_max,
-                    *(pump.owned._limit_ms for pump in one.assembly.pumps),
+                    *(pump.waits.owned._limit_ms for pump in one.assembly.pumps),
                 }
                 == {3_600_000}
             ),
@@ -368,11 +368,11 @@ SECTIONS: dict[str, dict[str, Effect | str]] = {
         "send_ms_max": (77, lambda one: {endpoint.sends.ms_max for endpoint in one.assembly.endpoints} == {77}),
         "refused_hours": (
             1,
-            lambda one: {pump.address_holds._limits["refused"] for pump in one.assembly.pumps} == {3_600},
+            lambda one: {pump.waits.addresses._limits["refused"] for pump in one.assembly.pumps} == {3_600},
         ),
         "unheard_hours": (
             1,
-            lambda one: {pump.address_holds._limits["unheard"] for pump in one.assembly.pumps} == {3_600},
+            lambda one: {pump.waits.addresses._limits["unheard"] for pump in one.assembly.pumps} == {3_600},
         ),
         "messages_per_s": (
             50,

@@ -136,7 +136,7 @@ async def test_what_waits_up_to_a_time_is_not_sent(
     await speed.until(lambda: "39" in speed.texts, "the last one")
     await door.until(lambda: "39" in door.texts, "the last one")
     assert list(dict.fromkeys(speed.texts)) == list(dict.fromkeys(door.texts)) == texts(0, 10) + texts(end_s_to, 40)
-    await world.until(lambda: not durable.backlog and not durable.topic_holds and not durable.address_holds)
+    await world.until(lambda: not durable.backlog and not durable.waits.topics and not durable.waits.addresses)
     assert not world.assembly.dead_letters.total
 
 

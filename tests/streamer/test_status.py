@@ -182,7 +182,7 @@ async def test_held_addresses_are_there_with_their_reason_and_pauses_with_their_
     world, vehicle, _ = await crossing(make_world, publish, 1)
     world.networks["cloud"].refuse(uris.format(SPEED))
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(4)])
-    held = world.assembly.attached["cloud"].pumps[0].address_holds
+    held = world.assembly.attached["cloud"].pumps[0].waits.addresses
     await world.until(lambda: sum(one.records for one in held.values()) == 4)
     await world.assembly.paused.pause(uris.parse("//vehicle1/1/1/8002"), "cloud")
     answer = await status_of(world)

@@ -358,7 +358,7 @@ async def test_publishes_that_wait_for_one_endpoint_are_not_given_to_who_reads_b
     await pair.vehicle.until(lambda: pair.vehicle.assembly.logs.durable.newest_seq == 20)
     if why == "refused":
         (pump,) = [one for one in pair.vehicle.assembly.pumps if one.peer.name == "link" and one.log.durable]
-        await pair.vehicle.until(lambda: bool(pump.address_holds) and pump.cursor == 20)
+        await pair.vehicle.until(lambda: bool(pump.waits.addresses) and pump.cursor == 20)
     await configured(pair.vehicle, renamed(pair.vehicle, followed_by="//hub/4/1/0"))
     caller = uris.parse("//hub/4/1/0")
     await pair.vehicle.assembly.handovers.asked(caller, HandOver(take=True, takes_held=True))
