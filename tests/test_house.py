@@ -37,6 +37,15 @@ LONG_OBJECTS: Final = {  # file:class -> why it is more than house.OBJECT_LINES_
     "streamer/following/follows.py:Follows": "all conversations: their choice and their common intake",
     "usubscription_client/sources.py:ServiceInterest": "one conversation with a uSubscription",
 }
+PARTS_OF_BACKLOG: Final = {"backlog", "reading_back", "refusals", "address_holds", "topic_holds"}
+HOLDERS: Final = {"topics", "addresses", "owed", "owned", "topic_holds", "address_holds"}  # as attributes are called
+# what changes them; plans hold an undecided topic and count what waits where they look at each record
+CHANGES: Final = {"hold", "forget", "pass_to", "wait", "drop", "move", "taken", "confirmed", "save", "waited"} | {
+    "begin_return", "not_tried", "try_all", "try_heard", "try_now", "uncover", "wait_behind", "add", "clear_all", "load"
+}  # fmt: skip
+POSITIONS: Final = {"read", "is_followed", "pushed_to", "progress", "after", "tried", "has_row", "served", "began"} | {
+    "wanted", "targets", "topics", "position", "until", "are_streams_found", "trying", "fresh", "heard"
+}  # fmt: skip
 NAMES_TWICE: Final[dict[str, str]] = {}  # name -> why it stands in two files
 CIRCLES: Final[dict[str, str]] = {}  # first module of a circle -> why
 ROOM_CIRCLES: Final = {  # rooms that import each other in a circle -> why
@@ -107,6 +116,22 @@ def test_each_room_lists_its_files(room: Path) -> None:
         path.name for path in room.glob("*.py") if path.stem not in ("__init__", "__main__") and "_pb2" not in path.stem
     ]
     assert not [name for name in files if name not in listed and name.removesuffix(".py") not in listed.split()]
+
+
+def _changes_what_waits(path: Path, node: ast.Attribute) -> bool:
+    whose = ast.unparse(node.value)
+    if isinstance(node.ctx, ast.Load):
+        return node.attr in CHANGES and whose.rpartition(".")[2].lstrip("_") in HOLDERS
+    return node.attr in POSITIONS and whose != "self" and (path.parent.name == "egress" or ".waits" in whose)
+
+
+def test_only_the_owner_changes_what_waits_toward_a_peer() -> None:
+    """The rule of streamer/egress: Backlog and its parts change positions and holds, and all others call Backlog."""
+    files = [path for path in house.sources(TREE) if "streamer" in path.parts and path.stem not in PARTS_OF_BACKLOG]
+    nodes = [(path, node) for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    attributes = [(path, node) for path, node in nodes if isinstance(node, ast.Attribute)]
+    changed = [f"{path.name}:{node.lineno} {node.attr}" for path, node in attributes if _changes_what_waits(path, node)]
+    assert not changed
 
 
 def test_no_two_places_of_the_product_share_ten_lines() -> None:

@@ -43,6 +43,7 @@ LOGGED_MAX: Final = 16  # holds of a label with a log line each; a stranger may 
 SHOWN_AFTER_S: Final = 60.0  # a hold that may end by itself is a condition of its endpoint once it is older
 
 Clock = Callable[[], float]
+OnChange = Callable[[Iterable[int] | None], None]
 
 log = structlog.get_logger()
 
@@ -129,13 +130,7 @@ class AddressHolds(dict[str, AddressHold]):
     `held:PEER:KIND UNIT`."""
 
     def __init__(
-        self,
-        source: Log,
-        peer: str,
-        time: Clock,
-        refused_s: float,
-        unheard_s: float,
-        on_change: Callable[[Iterable[int] | None], None] = lambda streams: None,
+        self, source: Log, peer: str, time: Clock, refused_s: float, unheard_s: float, on_change: OnChange
     ) -> None:
         """`refused_s`, `unheard_s`: the longest times of a hold while the streamer runs. `on_change(streams)`: some
         addresses of these streams are held now, or no longer; None: perhaps those of any stream."""
@@ -154,20 +149,20 @@ class AddressHolds(dict[str, AddressHold]):
 
     def at(self, address: str) -> AddressHold | None:
         """Returns the hold of this address, or a merged one that covers it."""
-        found = self.get("=" + address)
-        if found is None and self.merged:
-            merged = self.merged.values()
-            found = next((hold for hold in merged if hold.covers is None or address in hold.covers), None)
-        return found
+        hold = self.get("=" + address)
+        if hold is None and self.merged:
+            covers = (merged for merged in self.merged.values() if merged.covers is None or address in merged.covers)
+            hold = next(covers, None)
+        return hold
 
     def of(self, address: str, authority: str) -> AddressHold | None:
         """Returns the hold of messages from the source `authority` to `address`."""
-        found = self.get("=" + address)
-        if found is None and self.merged:
+        hold = self.get("=" + address)
+        if hold is None and self.merged:
             for merged in (self.merged.get("@" + authority), self.merged.get("*")):
                 if merged is not None and (merged.covers is None or address in merged.covers):
                     return merged
-        return found
+        return hold
 
     def load(self) -> None:
         """Load the holds from when the log was closed."""
@@ -264,8 +259,8 @@ class AddressHolds(dict[str, AddressHold]):
             if not has_capacity:
                 return None
             self._merge()
-        if has_capacity and (found := self._merged_for(address, authority)) is not None:
-            return found
+        if has_capacity and (merged := self._merged_for(address, authority)) is not None:
+            return merged
         unit, why, held = "=" + address, text_of(status), HeldRecords(self._budget)
         hold = AddressHold(unit, after, kind, why, status.code, now, held, authority, was_heard=was_heard)
         self._add(hold)
@@ -289,10 +284,10 @@ class AddressHolds(dict[str, AddressHold]):
 
     def _merged_for(self, address: str, authority: str) -> AddressHold | None:
         """Returns the merged unit for `address`, if there is one, and adds the address to it."""
-        found = self.merged.get("@" + authority) or self.merged.get("*")
-        if found is not None and found.covers is not None:
-            found.covers.add(address)
-        return found
+        merged = self.merged.get("@" + authority) or self.merged.get("*")
+        if merged is not None and merged.covers is not None:
+            merged.covers.add(address)
+        return merged
 
     def _add(self, hold: AddressHold) -> None:
         self[hold.unit] = hold
@@ -454,11 +449,9 @@ class AddressHolds(dict[str, AddressHold]):
 
     def _push(self, hold: AddressHold) -> None:
         if len(self._due) > DUE_MAX:  # the network comes and goes: keep only the newest time of each hold
-            young = [(one.began + YOUNG_S, next(self._count), one) for one in self._young.values()]
-            self._due = [
-                *young,
-                *((one.progress.due_at, next(self._count), one) for one in self.values() if one is not hold),
-            ]
+            others = [other for other in self.values() if other is not hold]
+            self._due = [(young.began + YOUNG_S, next(self._count), young) for young in self._young.values()]
+            self._due += [(other.progress.due_at, next(self._count), other) for other in others]
             heapq.heapify(self._due)
         heapq.heappush(self._due, (hold.progress.due_at, next(self._count), hold))
 

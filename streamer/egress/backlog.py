@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import chain
+from typing import NamedTuple
 
 import structlog
 
@@ -35,26 +36,23 @@ from uprotocol.v1.ucode_pb2 import UCode
 log = structlog.get_logger()
 
 
+class WaitLimits(NamedTuple):
+    absent_ms: int  # how long retention by age waits
+    refused_s: float  # how long an address is held
+    unheard_s: float
+
+
 class Backlog:
     """The positions of one pump: its cursor, the holds, and up to where the log is read (`plans.read`). Others read
     them, and change them by these methods alone."""
 
     def __init__(
-        self,
-        peer: Endpoint,
-        source: Log,
-        view: View,
-        in_hand: InHand,
-        losses: PeerLosses,
-        absent_ms_max: int,
-        refused_s: float,
-        unheard_s: float,
+        self, peer: Endpoint, source: Log, view: View, in_hand: InHand, losses: PeerLosses, limits: WaitLimits
     ) -> None:
-        """`absent_ms_max`: how long retention by age waits. `refused_s`, `unheard_s`: how long an address is held."""
         self._peer, self._log, self._in_hand, self._losses = peer, source, in_hand, losses
-        self.owned = OwnedCursor(source, row("egress", peer.name), absent_ms_max)
-        self.topics = TopicHolds(source, peer.name, absent_ms_max, self._forget_plans)
-        self.addresses = AddressHolds(source, peer.name, loop_time, refused_s, unheard_s, self._forget_plans)
+        self.owned = OwnedCursor(source, row("egress", peer.name), limits.absent_ms)
+        self.topics = TopicHolds(source, peer.name, limits.absent_ms, self._forget_plans)
+        self.addresses = AddressHolds(source, peer.name, loop_time, *limits[1:], self._forget_plans)
         self.owed = OwedTopics(source, peer.name)
         self.plans = Plans(peer, source, view, self.topics, self.addresses)
         self.reading_back = ReadingBack(self.plans, in_hand, losses)
@@ -362,8 +360,8 @@ class Backlog:
     def streams_in_hand(self) -> set[int]:
         """Returns the streams of records that were read and have not left, and those of holds: the log keeps them."""
         under_way = {item[2] for item in self._in_hand.under_way}
-        found, targets = self.reading_back.found, self.reading_back.targets
-        return self._in_hand.streams.union(under_way, self.topics, self.owed, found, targets)
+        wanted, targets = self.reading_back.wanted, self.reading_back.targets
+        return self._in_hand.streams.union(under_way, self.topics, self.owed, wanted, targets)
 
     def forget(self, streams: frozenset[int]) -> None:
         """Forget streams that the log has forgotten."""

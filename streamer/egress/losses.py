@@ -50,7 +50,7 @@ class PeerLosses:
         self.on_gap(after, before, Gap.REASON_RETENTION if is_retention else Gap.REASON_CORRUPTION)
 
     def deleted(self, items: Sequence[QueuedRecord]) -> Sequence[QueuedRecord]:
-        """Report records that retention has deleted. Returns those for which there is no dead letter."""
+        """Report records that retention has deleted. Returns those without a dead letter."""
         letters = items[: self._letters_left]
         self._letters_left -= len(letters)
         for item in letters:

@@ -25,7 +25,7 @@ import structlog
 
 from history.log.log import Log, RetentionLoss
 from streamer.egress.address_holds import HELD_HOURS
-from streamer.egress.backlog import Backlog
+from streamer.egress.backlog import Backlog, WaitLimits
 from streamer.egress.in_hand import InHand
 from streamer.egress.losses import PeerLosses
 from streamer.letters.dead_letter import DeadLetters
@@ -86,8 +86,8 @@ class Pump:
         self.in_hand = InHand(self.sender, backoff.sibling())
         self.aside = self.in_hand.aside
         self.losses = PeerLosses(peer, source, dead_letters, functools.partial(on_gap, peer, source))
-        limits = absent_ms_max, refused_hours * 3_600, unheard_hours * 3_600
-        self.waits = Backlog(peer, source, view, self.in_hand, self.losses, *limits)
+        limits = WaitLimits(absent_ms_max, refused_hours * 3_600, unheard_hours * 3_600)
+        self.waits = Backlog(peer, source, view, self.in_hand, self.losses, limits)
         self._turn = asyncio.Lock()  # held by a step, or by a change that has to wait until nothing is in flight
         self.trouble = ""  # why the log can't be read
         self.retries = 0
@@ -192,16 +192,16 @@ class Pump:
         if sender.is_held:  # a paused topic waits from the first record that has not left
             await sender.answered()
         landed = sender.landed()
-        if landed.items:  # before anything is read: what has failed goes back into the window
+        if landed.items:  # 1: answers, before anything is read: what has failed goes back into the window
             self._settle(landed)
             if sender.is_failing:
                 await self._backoff.wait(CONNECTED_WAIT_MS_MAX if self.peer.connected else None)
             return AT_ONCE
-        if self._view.version != self._version:
+        if self._view.version != self._version:  # 2: rules, interest, pauses
             self.refresh_plans()
         at_the_end, failure = False, ""
         try:
-            at_the_end = await self._fill()
+            at_the_end = await self._fill()  # 3: read ahead
         except UStatusError as error:  # of the log
             failure = str(error)
         if failure:
@@ -217,13 +217,13 @@ class Pump:
             self._backoff.reset()
         if sender.is_held:  # topics that were paused meanwhile must not leave
             return AT_ONCE
-        next_at = sender.leaves_at()
+        next_at = sender.leaves_at()  # 4: send
         if aside and not sender.flights:
             next_at = aside.due_at if next_at is None else next_at
         if next_at is not None and next_at <= asyncio.get_running_loop().time():
             await self._send()
             return AT_ONCE
-        self.waits.confirm()
+        self.waits.confirm()  # 5: nothing to do until ...
         if not (at_the_end or aside or sender.flights or self.waits.addresses):
             return AT_ONCE
         if self.waits.addresses and not sender.flights and (held_at := self.waits.reading_back.next_at) is not None:
@@ -243,7 +243,7 @@ class Pump:
                 if self.sender.is_held:
                     return False
                 self.refresh_plans()
-            if waits.topics or waits.addresses or reading_back.has_work:
+            if waits.topics or waits.addresses or reading_back.has_work:  # 1: what was held
                 done = await reading_back.step()
                 if done:
                     continue
@@ -251,8 +251,8 @@ class Pump:
                     return False
             if plans.read >= self.log.newest_seq:
                 return True
-            chunks, covered = self.log.tail(plans.read), self.log.newest_seq
-            if chunks is None:
+            chunks, covered = self.log.tail(plans.read), self.log.newest_seq  # 2: new records, in memory
+            if chunks is None:  # 3: or on disk
                 if plans.read < self.log.floor_seq:
                     self.losses.lost(plans.read, self.log.floor_seq + 1)
                     waits.read_to(self.log.floor_seq)
@@ -261,7 +261,7 @@ class Pump:
                 if self.sender.is_held:
                     return False
                 self.refresh_plans()
-                if reading_back.has_to_look:  # held topics come first
+                if reading_back.recheck:  # held topics come first
                     continue
             for chunk in chunks:
                 if chunk.last_seq <= plans.read:  # retention deleted it while it was read

@@ -15,8 +15,6 @@ from collections.abc import Set
 from itertools import chain, islice
 from typing import Final
 
-import structlog
-
 from history.records.chunk import Scan
 from streamer.egress.address_holds import AddressHold
 from streamer.egress.hold_state import RETURNING, TAKEN
@@ -36,13 +34,11 @@ GATHERED_MAX: Final = 512
 READ_MESSAGES_MAX: Final = 2_048  # per read of the log from disk: enough to be worth a call in a thread
 READ_BYTES_MAX: Final = 4 << 20  # per read of the log
 
-log = structlog.get_logger()
-
 
 class ReadingBack:
     """Reads back for one pump, whose plans, holds and queue it shares.
 
-    What it will read back: `_recheck`, held topics whose interest has changed; `found`, those that are wanted, with the
+    What it will read back: `recheck`, held topics whose interest has changed; `wanted`, those that are wanted, with the
     targets that want them; `_taken`, holds whose first message the network has taken, which are read back together at
     the loop time `_read_back_at`. What it reads back: `targets` that lack records, by stream; the streams `topics` that
     are held; the held addresses; from `position`, read so far, to `until`. What it tries: `trying` has the holds by seq
@@ -53,8 +49,8 @@ class ReadingBack:
         self._plans, self._peer, self._log = plans, plans.peer, plans.log
         self._topic_holds, self._address_holds = plans.topic_holds, plans.address_holds
         self._in_hand, self._queue, self._losses = in_hand, in_hand.sender.queue, losses
-        self._recheck: dict[int, None] = {}
-        self.found: dict[int, tuple[Target, ...]] = {}
+        self.recheck: dict[int, None] = {}
+        self.wanted: dict[int, tuple[Target, ...]] = {}
         self._taken: dict[AddressHold, None] = {}
         self._read_back_at = 0.0
         self.targets: dict[int, tuple[Target, ...]] = {}
@@ -72,12 +68,7 @@ class ReadingBack:
 
     @property
     def has_work(self) -> bool:
-        return self.is_under_way or bool(self.found or self._taken)
-
-    @property
-    def has_to_look(self) -> bool:
-        """True if the interest in held topics has changed."""
-        return bool(self._recheck)
+        return self.is_under_way or bool(self.wanted or self._taken)
 
     @property
     def next_at(self) -> float | None:
@@ -91,7 +82,7 @@ class ReadingBack:
     def _due_at(self) -> float | None:
         """Returns the loop time at which to try first messages; None while something is read back, since that ends
         only when nothing is under way."""
-        if self.targets or self._addresses or self.found or self._is_time_to_read_back:
+        if self.is_under_way or self.wanted or self._is_time_to_read_back:
             return None
         due_at = self._address_holds.next_at
         return None if due_at is None else max(due_at, self._try_at)
@@ -104,11 +95,11 @@ class ReadingBack:
         """Returns True after a step, False while records that were read must leave first, None if nothing is to do."""
         if (due_at := self._due_at) is not None and due_at <= loop_time():
             await self._try_held()
-        if self._recheck:
+        if self.recheck:
             await self._check_topics()
         elif self.is_under_way:
             return await self._read_back()
-        elif self.found or self._is_time_to_read_back:
+        elif self.wanted or self._is_time_to_read_back:
             if not self._in_hand.has_left:
                 return False
             await self._begin_reading_back()
@@ -118,36 +109,36 @@ class ReadingBack:
 
     async def scan(self, position: int, streams: Set[int] | None = None, until: int | None = None) -> Scan:
         """Read the records after `position` that are no longer in memory. Raises UStatusError."""
-        found = await self._log.scan(
+        scan = await self._log.scan(
             position, max_records=READ_MESSAGES_MAX, max_bytes=READ_BYTES_MAX, streams=streams, until=until
         )
-        for after, before in found.gaps:
+        for after, before in scan.gaps:
             self._losses.lost(after, before)
-        return found
+        return scan
 
     # Topics
 
     def look_again(self, stream: int) -> None:
         """Look who wants a topic, if it is held."""
         if stream in self._topic_holds:
-            self._recheck[stream] = None
+            self.recheck[stream] = None
 
     def look_at_all(self) -> None:
-        self._recheck = dict.fromkeys(self._topic_holds)
+        self.recheck = dict.fromkeys(self._topic_holds)
 
     async def _check_topics(self) -> None:
         """Of the held topics with changed interest, read back those that are wanted and forget the others."""
-        for stream in list(islice(self._recheck, RECHECK_TOPICS)):
-            del self._recheck[stream]
+        for stream in list(islice(self.recheck, RECHECK_TOPICS)):
+            del self.recheck[stream]
             held = self._topic_holds.get(stream)
             if held is None:
                 continue
             targets, is_open = self._plans.wanted(stream)
             missing = self._plans.missing(held, targets)
             if missing:
-                self.found[stream] = missing
+                self.wanted[stream] = missing
                 continue
-            self.found.pop(stream, None)
+            self.wanted.pop(stream, None)
             self._topic_holds.serve(stream, (target for target in targets if target.authority not in held.served))
             if not is_open and stream not in self.topics:
                 self._topic_holds.forget(stream)
@@ -160,8 +151,8 @@ class ReadingBack:
 
     def forget_topic(self, stream: int) -> None:
         """Note that a topic is not held any more. What is read back of it already goes on."""
-        self.found.pop(stream, None)
-        self._recheck.pop(stream, None)
+        self.wanted.pop(stream, None)
+        self.recheck.pop(stream, None)
 
     def skip(self, to: int) -> None:
         """Read back nothing up to `to`."""
@@ -187,7 +178,7 @@ class ReadingBack:
         """Start with all topics that were found wanted, and all addresses that were taken, since the last time."""
         await self.find_streams_of_holds()
         targets: dict[int, tuple[Target, ...]] = {}
-        for stream, missing in self.found.items():
+        for stream, missing in self.wanted.items():
             if (held := self._topic_holds.get(stream)) is not None:
                 targets[stream] = tuple(target._replace(since=max(target.since, held.after)) for target in missing)
         topics = set(targets)
@@ -199,11 +190,9 @@ class ReadingBack:
         for hold in taken:
             self._address_holds.uncover(hold)
         self.targets, self.topics, self._addresses = targets, topics, taken
-        self.position = min(
-            [target.since for lacking in targets.values() for target in lacking], default=self._plans.read
-        )
         self.until = self._plans.read
-        self.found, self._taken = {}, {}
+        self.position = min([target.since for lacking in targets.values() for target in lacking], default=self.until)
+        self.wanted, self._taken = {}, {}
 
     async def find_streams_of_holds(self) -> None:
         """Find the streams of holds from before the start, since the disk does not say which streams they had."""
@@ -226,7 +215,7 @@ class ReadingBack:
         if known is None and self._topic_holds.free_capacity <= 0:
             return
         self._topic_holds.hold(stream, after)
-        self._recheck[stream] = None
+        self.recheck[stream] = None
 
     async def _targets_in(self, hold: AddressHold) -> dict[int, tuple[Target, ...]]:
         """Returns the targets that wait in `hold`, by stream."""
@@ -241,11 +230,11 @@ class ReadingBack:
     async def _read_back(self) -> bool:
         """Take one step. Returns False while records that were read must leave first."""
         if self.position < self.until and self.targets:
-            found = await self.scan(self.position, self.targets.keys(), self.until)
+            scan = await self.scan(self.position, self.targets.keys(), self.until)
             now = uuids.now_ms()
-            for item in chain.from_iterable(map(items_of, found.chunks)):
+            for item in chain.from_iterable(map(items_of, scan.chunks)):
                 self._add(item, now)
-            self.position = max(self.position, found.covered)
+            self.position = max(self.position, scan.covered)
             return True
         if not self._in_hand.has_left or not self._in_hand.aside.streams.isdisjoint(self.targets):
             return False  # the holds keep their positions until all their records are confirmed
@@ -254,7 +243,7 @@ class ReadingBack:
         for stream in topics:
             if stream in self._topic_holds:
                 self._topic_holds.serve(stream, targets[stream])
-                self._recheck[stream] = None
+                self.recheck[stream] = None
         for hold in addresses:
             self._address_holds.confirmed(hold)
         return True
@@ -314,8 +303,8 @@ class ReadingBack:
             targets = await self._targets_in(hold)
             if after >= until or not targets:
                 return None
-            found = await self.scan(after, targets.keys(), until)
-            for item in chain.from_iterable(map(items_of, found.chunks)):
+            scan = await self.scan(after, targets.keys(), until)
+            for item in chain.from_iterable(map(items_of, scan.chunks)):
                 wanted = tuple(target for target in targets.get(item[2], ()) if item[0] > target.since)
                 if not wanted:
                     continue
@@ -325,17 +314,17 @@ class ReadingBack:
                 if copies := self._plans.copies(self._plans.unheld_plan(item[2], wanted), item):
                     self._address_holds.move(hold, item[0] - 1)
                     return copies[0]
-            if found.covered <= after or hold.is_over:
+            if scan.covered <= after or hold.is_over:
                 return None
-            self._address_holds.move(hold, found.covered)
+            self._address_holds.move(hold, scan.covered)
 
     async def _end(self, hold: AddressHold) -> None:
         """End a hold that has waited for as long as it may."""
         after, until = hold.after, self._plans.read
         targets = await self._targets_in(hold)
-        found = await self.scan(after, targets.keys(), until) if targets else None
+        scan = await self.scan(after, targets.keys(), until) if targets else None
         copies = list[QueuedRecord]()
-        for item in chain.from_iterable(map(items_of, found.chunks)) if found is not None else ():
+        for item in chain.from_iterable(map(items_of, scan.chunks)) if scan is not None else ():
             if wanted := tuple(target for target in targets.get(item[2], ()) if item[0] > target.since):
                 copies += self._plans.copies(self._plans.unheld_plan(item[2], wanted), item)
         self._losses.held_too_long(hold, copies, after, until)

@@ -24,19 +24,10 @@ Fate = Literal["again", "dead", "nobody", Kind]
 """What becomes of a message that the network has not taken: it is sent again, becomes a dead letter, is counted since
 nobody listens, or waits."""
 
-# refusals that concern more than one message, and that a person or time can end
-HELD_CODES: Final = frozenset(
-    {
-        UCode.PERMISSION_DENIED,
-        UCode.UNAUTHENTICATED,
-        UCode.RESOURCE_EXHAUSTED,
-        UCode.FAILED_PRECONDITION,
-        UCode.NOT_FOUND,
-        UCode.ABORTED,
-        UCode.CANCELLED,
-    }
-)
 ACCESS_CODES: Final = (UCode.PERMISSION_DENIED, UCode.UNAUTHENTICATED)
+STATE_CODES: Final = (UCode.FAILED_PRECONDITION, UCode.NOT_FOUND, UCode.ABORTED, UCode.CANCELLED)
+# refusals that concern more than one message, and that a person or time can end
+HELD_CODES: Final = frozenset((*ACCESS_CODES, *STATE_CODES, UCode.RESOURCE_EXHAUSTED))
 # refusals of a shortage, which often ends without a person
 PASSING_CODES: Final = (UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED, UCode.RESOURCE_EXHAUSTED)
 

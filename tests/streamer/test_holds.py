@@ -586,7 +586,7 @@ async def _table(steps: list[tuple[int, str, int, bool]], most: int) -> None:
         patch.setattr(address_holds, "ADDRESSES_MAX", most)
         log, now = await Log.open(None, name="test"), [100.0]
         log.cursors.set("egress:cloud", 500)
-        table = AddressHolds(log, "cloud", lambda: now[0], 3_600, 3_600)
+        table = AddressHolds(log, "cloud", lambda: now[0], 3_600, 3_600, lambda _: None)
         lowest: dict[tuple[str, str], int] = {}
         for number, authority, seq, is_unheard in steps:
             name = f"{authority}/{number}"
@@ -606,7 +606,7 @@ async def _table(steps: list[tuple[int, str, int, bool]], most: int) -> None:
             assert found is not None
             assert found.after < seq
             assert found.held.head is None or found.held.head[0] > found.after
-        again = AddressHolds(log, "cloud", lambda: now[0], 3_600, 3_600)
+        again = AddressHolds(log, "cloud", lambda: now[0], 3_600, 3_600, lambda _: None)
         again.load()
         assert {unit: hold.after for unit, hold in again.items()} == {unit: hold.after for unit, hold in table.items()}
         assert sum(one.units for one in table.states()) == len(table)
@@ -623,7 +623,7 @@ async def test_addresses_beyond_those_that_can_be_held_are_not(monkeypatch: pyte
     monkeypatch.setattr(address_holds, "ADDRESSES_MAX", 10)
     monkeypatch.setattr(address_holds, "COVERED_MAX", 20)
     log = await Log.open(None, name="test")
-    table = AddressHolds(log, "cloud", lambda: 0.0, 3_600.0, 3_600.0)
+    table = AddressHolds(log, "cloud", lambda: 0.0, 3_600.0, 3_600.0, lambda _: None)
     held = list[str]()
     for number in range(100):
         address = f"vehicle1/{number}"

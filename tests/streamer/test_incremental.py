@@ -137,7 +137,7 @@ class Driven:
         async with asyncio.timeout(20):
             while any(  # noqa: ASYNC110
                 (pump.backlog and not pump.waits.plans.lacks_capacity)
-                or pump.waits.reading_back.found
+                or pump.waits.reading_back.wanted
                 or pump.waits.reading_back.is_under_way
                 for pump in self.streamer.assembly.pumps
             ):
@@ -159,8 +159,8 @@ class Driven:
             for stream, parked in pump.waits.topics.items():
                 targets, is_open = pump.waits.plans.wanted(stream)
                 if (
-                    stream in pump.waits.reading_back._recheck
-                    or stream in pump.waits.reading_back.found
+                    stream in pump.waits.reading_back.recheck
+                    or stream in pump.waits.reading_back.wanted
                     or stream in pump.waits.reading_back.topics
                 ):
                     continue  # it is looked at again, or read back
