@@ -50,7 +50,8 @@ log = structlog.get_logger()
 
 @dataclass(slots=True, eq=False)
 class AddressHold:
-    """One unit: messages to its addresses with a greater seq than `after` wait."""
+    """One unit: messages to its addresses with a greater seq than `after` wait. All but `unit`, `began`, `authority`
+    and `is_loaded` changes."""
 
     unit: str  # "=" and the address; for several addresses: "@" and their source authority, or "*"
     after: int
@@ -137,13 +138,15 @@ class AddressHolds(dict[str, AddressHold]):
         super().__init__()
         self._log, self._peer, self._time, self._on_change = source, peer, time, on_change
         self._limits: dict[Kind, float] = {"refused": refused_s, "unheard": unheard_s}
+        # what changes, beside the holds: those without a row, and the units of several addresses; how many there are of
+        # each label, what they have in memory, and how many were ended at their limit; a heap of tries by loop time
         self._young: dict[str, AddressHold] = {}
-        self.merged: dict[str, AddressHold] = {}  # the units of several addresses
-        self._labels = Counter[Label]()  # of the holds
+        self.merged: dict[str, AddressHold] = {}
+        self._labels = Counter[Label]()
         self._budget = HeldBudget()
-        self._due: list[tuple[float, int, AddressHold]] = []  # a heap, by loop time
+        self.ended = 0
+        self._due: list[tuple[float, int, AddressHold]] = []
         self._count = itertools.count()
-        self.ended = 0  # holds that were ended at their limit
 
     # Look up
 
@@ -235,10 +238,10 @@ class AddressHolds(dict[str, AddressHold]):
             if known.kind != kind:
                 self._change_kind(known, kind)
                 self._log_hold(known)
-        if not was_tried:
-            self.wait_behind(known, item)
-        else:
+        if was_tried:
             self._on_change((item[2],))
+        else:
+            self.wait_behind(known, item)
         is_put_off = self._apply(known, HoldEvent.TRIAL_NOT_TAKEN if was_tried else HoldEvent.NOT_TAKEN)
         if is_put_off and known.has_row and now - known.began >= known.saved_s + NOTE_S:
             self._save(known)
