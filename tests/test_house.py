@@ -16,7 +16,7 @@ from tools import house
 
 TREE = Path(__file__).parents[1]
 
-LINES_MAX: Final = 74_700
+LINES_MAX: Final = 75_160
 WALKS_MAX: Final = {  # walk -> functions, files
     "publish": (100, 25),
     "subscribe": (302, 55),

@@ -167,7 +167,7 @@ class EndpointPart(Part):
         await source.stop()
         await source.transport.close()
 
-    async def ask_anew(self, old: Config, new: Config) -> None:
+    async def ask_changed_usubscriptions(self, old: Config, new: Config) -> None:
         """Asks the uSubscription services that are new or elsewhere now. What one that has moved said before serves
         until it answers."""
         asked_before, asked = _asked(old), _asked(new)

@@ -57,11 +57,14 @@ class FollowPart(Part):
 
     async def before_change(self, old: Config, new: Config) -> None:
         names = {section.name for section in new.endpoint}
-        for name in [*_begin_anew(old, new), *(section.name for section in old.endpoint if section.name not in names)]:
+        for name in [
+            *_changed_follows(old, new),
+            *(section.name for section in old.endpoint if section.name not in names),
+        ]:
             await self.assembly.follows.remove_endpoint(self.assembly.endpoints[name])
 
     def change(self, old: Config, new: Config, checked: Any) -> None:
-        for name in _begin_anew(old, new):
+        for name in _changed_follows(old, new):
             self._add(new, name)
 
     def _add(self, config: Config, name: str) -> None:
@@ -70,7 +73,7 @@ class FollowPart(Part):
         self.assembly.follows.add_endpoint(endpoints[name], follows)
 
 
-def _begin_anew(old: Config, new: Config) -> list[str]:
+def _changed_follows(old: Config, new: Config) -> list[str]:
     """Returns the endpoints whose followed histories begin anew."""
     names = {section.endpoint for section in (*old.follow, *new.follow)}
 

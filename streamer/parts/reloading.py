@@ -227,7 +227,9 @@ class Reloader(Part):
         assembly.rules.replace(map(building.rule_of, config.rules))
 
         # 3. what is new or has changed starts
-        await endpoints.ask_anew(old, config)  # before networks open: what is not known to be wanted passes nowhere
+        await endpoints.ask_changed_usubscriptions(
+            old, config
+        )  # before networks open: what is not known to be wanted passes nowhere
         for name in paused:
             endpoints.resume(assembly.attached[name], is_closed=name in closed)
         for attached in added:
