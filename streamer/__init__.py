@@ -12,6 +12,7 @@ commands/    the command line
 
 reporting.py       The words of reports: conditions, samples        durations.py    a histogram
 operation.py       What people and programs ask of a running streamer, by name
+data_dir.py        The names of the files in a data_dir
 spans.py           Spans of messages whose senders want them traced
 recovery_source.py The interface for authors of recovery sources
 renaming.py        Carries what waits for an endpoint over to its new name

@@ -22,6 +22,7 @@ from history.service.service import HistoryService
 from storage.runtime import Runtime
 from streamer import building
 from streamer.config import Config
+from streamer.data_dir import LETTERS_FILE, PAUSES_FILE
 from streamer.egress.claims import Claims
 from streamer.egress.pump import Pump
 from streamer.following.follows import Follows
@@ -38,7 +39,7 @@ from streamer.walk.hosted import HostedTransport
 from streamer.walk.ingress import Dispatch, IdWindow, Ingress, Logs, Pass
 from streamer.walk.ledger import AuthorityLedger, Pressure
 from streamer.walk.networks import Networks
-from streamer.walk.paused import FILE, Paused
+from streamer.walk.paused import Paused
 from streamer.walk.sender import Express
 from streamer.walk.view import Rules, View
 from uprotocol import uri as uris
@@ -148,7 +149,7 @@ class Assembly:
         entities = building.entities_of(config)
         self.hosted = HostedTransport(self.home, self.endpoints, config.authority, config.answers_for, entities)
         self.dead_letters = DeadLetters(
-            config.streamer.data_dir / "dead-letters.db",
+            config.streamer.data_dir / LETTERS_FILE,
             config.authority,
             self._publish,
             runtime=runtime,
@@ -164,7 +165,7 @@ class Assembly:
             building.interest_sources_of(config, self.hosted, self.endpoints, self.usubscription, runtime),
             lambda: tuple([one.newest_seq for one in logs]),
         )
-        self.paused = Paused(config.streamer.data_dir / FILE, self.endpoints, config.authority, runtime.disk)
+        self.paused = Paused(config.streamer.data_dir / PAUSES_FILE, self.endpoints, config.authority, runtime.disk)
         self.paused.load()  # before a command can change it
         self.view = View(self.endpoints, self.rules, self.interest, self.logs, self.paused)
 

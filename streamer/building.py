@@ -24,8 +24,9 @@ from storage.faults import Reserve
 from storage.runtime import Runtime
 from streamer.config import AccessSection, Config, EndpointSection, FollowSection, RuleSection, patterns
 from streamer.config.sections import MEMORY_MIB
+from streamer.data_dir import LOG_FILE, RESERVE_FILE, SUBSCRIPTIONS_FILE, interest_file
 from streamer.following.followed import Follow
-from streamer.operating.backup import SUBSCRIPTIONS, finish_restore
+from streamer.operating.backup import finish_restore
 from streamer.walk.access import AccessEntry, AccessPattern
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import USUBSCRIPTION, HostedTransport
@@ -47,7 +48,6 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription.service import USubscriptionService
 from usubscription_client import EmbeddedInterest, InterestSource, ServiceInterest, StaticFile
 
-RESERVE_NAME: Final = "reserve"  # in a data_dir
 # messages a second to a network outside the vehicle. 20 vehicles that come back together send as much as one core
 # forwards, and each is far below its quota there (UNITS_PER_S)
 PACE_OUTSIDE_PER_S: Final = 1_000
@@ -207,7 +207,7 @@ def usubscription_of(
     return USubscriptionService(
         hosted,
         config.authority,
-        config.streamer.data_dir / SUBSCRIPTIONS,
+        config.streamer.data_dir / SUBSCRIPTIONS_FILE,
         also=config.answers_for,
         runtime=runtime,
         drain_ms_max=drain_ms_max,
@@ -250,7 +250,7 @@ def interest_sources_of(
 
 
 def saved_interest_of(config: Config, authority: str) -> Path:
-    return config.streamer.data_dir / f"interest-{authority}.json"
+    return config.streamer.data_dir / interest_file(authority)
 
 
 def remote_authorities_of(config: Config, section: EndpointSection) -> list[str]:
@@ -292,7 +292,7 @@ def reserve_of(config: Config) -> Reserve:
     """Returns the reserve on the disk of `data_dir`. Raises FAILED_PRECONDITION if it can't be used."""
     asked = config.history.reserve_mib
     try:
-        return faults.reserve_of(config.streamer.data_dir / RESERVE_NAME, None if asked is None else asked << 20)
+        return faults.reserve_of(config.streamer.data_dir / RESERVE_FILE, None if asked is None else asked << 20)
     except OSError as error:
         why = f"streamer.data_dir {config.streamer.data_dir} can't be used ({error.strerror}): choose a folder that can"
         raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
@@ -336,7 +336,7 @@ async def logs_of(config: Config, runtime: Runtime) -> tuple[Logs, IdWindow]:
     }
     finish_restore(data_dir, runtime.disk)
     durable = await Log.open(
-        data_dir / "history.db",
+        data_dir / LOG_FILE,
         name="durable",
         retention_bytes=history.retention_mib << 20,
         streams_max=max(1, limits.topics_max - volatile_topics),

@@ -10,15 +10,13 @@ import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
 
 import structlog
 
 from history.log.log import Log
+from streamer.data_dir import transport_file
 from streamer.egress.rows import parsed, row
 from streamer.following.followed import COVERED
-
-TRANSPORT_FILE: Final = "endpoint-{}.json"  # in a data_dir: see UTransport.remember_in
 
 log = structlog.get_logger()
 
@@ -39,7 +37,7 @@ def rename(old: str, new: str, logs: Iterable[Log], folder: Path) -> bool:
             if (to := _followed_at(key, old, new)) is not None:
                 source.followed.rename(key, to)
     with contextlib.suppress(FileNotFoundError):
-        os.replace(folder / TRANSPORT_FILE.format(old), folder / TRANSPORT_FILE.format(new))
+        os.replace(folder / transport_file(old), folder / transport_file(new))
     if is_carried:
         log.info("the backlog of an endpoint was carried over to its new name", old=old, new=new)
     return is_carried

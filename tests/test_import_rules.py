@@ -76,8 +76,8 @@ HISTORY_LAYERS = (
     ("publisher",),
 )
 STREAMER_LAYERS = (
-    # The words of all rooms: a histogram, operations, spans, what a recovery source is; conditions and samples.
-    ("durations", "operation", "spans", "recovery_source"),
+    # The words of all rooms: a histogram, names of files, operations, spans, what a recovery source is; then reports.
+    ("durations", "data_dir", "operation", "spans", "recovery_source"),
     ("reporting",),
     # What all HTTP ports share: limits of connections, names of hosts. Dead letters: what could not be delivered.
     ("http", "letters"),

@@ -20,8 +20,9 @@ from pydantic import BaseModel
 from history.file.retention import disk_limit
 from streamer import config as configs
 from streamer.commands import cursors, terminal
-from streamer.commands.options import LOG_NAME, AsJson, ConfigFile
+from streamer.commands.options import AsJson, ConfigFile
 from streamer.config import Config, Location, line_of
+from streamer.data_dir import LOG_FILE, PAUSES_FILE
 from streamer.edge import tokens
 from streamer.edge.edge import check_extra
 from streamer.operating.tracing import check_tracing
@@ -80,10 +81,10 @@ def check(
         return
     endpoints = endpoints_of(loaded, made)
     following = notes_of(loaded, endpoints, map(rule_of, loaded.rules))
-    disk = too_small_note(loaded, disk_limit(loaded.streamer.data_dir / LOG_NAME, reserve_of(loaded)))
+    disk = too_small_note(loaded, disk_limit(loaded.streamer.data_dir / LOG_FILE, reserve_of(loaded)))
     notes = [*_lines(config, found), *endpoints.notes(), *disk, *following]
     notes += [*unknown_authorities(loaded, endpoints), *notes_of_subscriptions(loaded, endpoints)]
-    paused = pauses.read(pauses.file_of(loaded.streamer.data_dir / pauses.FILE))
+    paused = pauses.read(pauses.file_of(loaded.streamer.data_dir / PAUSES_FILE))
     if as_json:
         print(json.dumps(_as_dict(loaded, notes, paused)))
         return
@@ -231,7 +232,7 @@ def _unclaimed(config: Config) -> dict[str, int]:
     """Returns how many records wait for each endpoint that the file lacks; empty if the log can't be read."""
     names = {endpoint.name for endpoint in config.endpoint}
     try:
-        found = cursors.listed(config.streamer.data_dir / LOG_NAME)
+        found = cursors.listed(config.streamer.data_dir / LOG_FILE)
     except UStatusError:
         return {}
     return {one.endpoint: one.records for one in found if one.records and one.endpoint not in names}

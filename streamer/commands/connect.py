@@ -23,11 +23,12 @@ from storage.disk import REAL_DISK, InUseError
 from streamer import building
 from streamer.commands import terminal
 from streamer.config import Config, EndpointSection, patterns
+from streamer.data_dir import LOG_LOCK, PAUSES_FILE
 from streamer.operating import control
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import HostedTransport
 from streamer.walk.networks import EndpointFilter, EndpointFilters
-from streamer.walk.paused import FILE, Paused
+from streamer.walk.paused import Paused
 from streamer.walk.view import Rules, View
 from transports import certificates
 from transports.base import port_result
@@ -160,7 +161,7 @@ class Needs:
         self._endpoints, rules, authority = endpoints, Rules(), config.authority
         for section in config.rules:
             rules.add(building.rule_of(section))
-        paused = Paused(config.streamer.data_dir / FILE, endpoints, authority)
+        paused = Paused(config.streamer.data_dir / PAUSES_FILE, endpoints, authority)
         self._view = View(endpoints, rules, Interest([]), (), paused)
         home, entities = endpoints[config.home.name], building.entities_of(config)
         self._hosted = HostedTransport(home, endpoints, authority, config.answers_for, entities)
@@ -207,8 +208,8 @@ def _running(config: Config) -> dict[str, Any] | None:
     with contextlib.suppress(UStatusError, InUseError, OSError):
         if (found := control.call(folder, "status")) is not None:
             return {one["name"]: one for one in found["endpoints"]}
-        if (folder / control.LOG_LOCK).exists():
-            REAL_DISK.lock(folder / control.LOG_LOCK).release()
+        if (folder / LOG_LOCK).exists():
+            REAL_DISK.lock(folder / LOG_LOCK).release()
         return None
     return {}
 

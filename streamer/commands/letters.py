@@ -23,6 +23,7 @@ from storage import logs
 from streamer.commands import terminal
 from streamer.commands.options import AsJson, DataDir
 from streamer.commands.terminal import Misuse
+from streamer.data_dir import LETTERS_FILE
 from streamer.letters.dead_letter import LETTERS, REMOVED_MAX, LetterStore, open_read_only
 from streamer.letters.selection import LetterFilter
 from streamer.operating import control
@@ -32,7 +33,6 @@ from uprotocol import uuid as uuids
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
-FILE: Final = "dead-letters.db"  # in a data_dir
 UNITS_MS: Final = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 NOT_RESENT: Final = ("waiting", "refused", "denied", "unknown")  # results with which `resend` has failed
 
@@ -96,7 +96,7 @@ def list_(at: DataDir, limit: Limit = 100, as_json: AsJson = False) -> None:
 
     Example: [bold]up-streamer dead-letters list --config vehicle.toml --limit 20[/]
     """
-    with closing(open_read_only(at.path / FILE)) as store:
+    with closing(open_read_only(at.path / LETTERS_FILE)) as store:
         letters = store.read(limit)
     rows = [letter.as_dict() for letter in letters]
     if not as_json:
@@ -112,7 +112,7 @@ def show(
 
     Example: [bold]up-streamer dead-letters show 17 --config vehicle.toml[/]
     """
-    with closing(open_read_only(at.path / FILE)) as store:
+    with closing(open_read_only(at.path / LETTERS_FILE)) as store:
         found = store.select(LetterFilter(numbers=(number,)), 1)
     if not found:
         why = f"no dead letter has the number {number}: it was resent, purged, or made room for others"
@@ -181,7 +181,7 @@ def purge(
     arguments = selected.arguments(numbers, before_ms=moment_ms("--before", before))
     answer = control.call(at.path, "purge_letters", {**arguments, "dry_run": dry_run}, answer_s=None)
     if answer is None:
-        answer = _purge_file(at.path / FILE, LetterFilter.of(Arguments(arguments)), is_trial=dry_run)
+        answer = _purge_file(at.path / LETTERS_FILE, LetterFilter.of(Arguments(arguments)), is_trial=dry_run)
     line = f"{answer['would_purge']} letters would be removed" if dry_run else f"{answer['purged']} letters removed"
     terminal.tell(as_json, answer, line)
 

@@ -18,6 +18,7 @@ from streamer.commands.options import AsJson, DataDir, endpoints, load
 from streamer.commands.options import uri as uri_of
 from streamer.commands.terminal import Misuse
 from streamer.config import Config
+from streamer.data_dir import SUBSCRIPTIONS_FILE
 from streamer.operating import control
 from streamer.parts.senders import VEHICLES_MAX
 from streamer.walk import paused as pauses
@@ -198,7 +199,7 @@ def subscriptions(
         raise Misuse("say either --store FILE or --config FILE")
     filters = [uri_of(text) if text is not None else None for text in (topic, subscriber)]
     loaded = load(config) if config is not None else None
-    path = loaded.streamer.data_dir / "usubscription.db" if loaded is not None else store or Path()
+    path = loaded.streamer.data_dir / SUBSCRIPTIONS_FILE if loaded is not None else store or Path()
     if not path.is_file():
         raise invalid(f"there is no store at {path}: pass the file that the service was started with")
     with StoreView(path) as view:

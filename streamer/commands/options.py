@@ -22,6 +22,7 @@ from google.protobuf.message import Message
 from streamer import config as configs
 from streamer.commands import terminal
 from streamer.commands.terminal import Misuse
+from streamer.data_dir import LOG_FILE
 from streamer.operating import known
 from transports import plugin as plugins
 from uprotocol import uri as uris
@@ -32,7 +33,6 @@ from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-LOG_NAME: Final = "history.db"  # in a data_dir
 ENTITY: Final = 0x1_C11  # of the command line; the instance id distinguishes several of them
 VERSION: Final = 1
 
@@ -147,7 +147,7 @@ class DataDir:
     @property
     def log(self) -> Path:
         """The file of its history."""
-        return self.path / LOG_NAME
+        return self.path / LOG_FILE
 
 
 @dataclass(frozen=True)

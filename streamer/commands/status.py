@@ -22,7 +22,8 @@ from rich.live import Live
 
 from storage.disk import REAL_DISK, InUseError
 from streamer.commands import cursors, terminal
-from streamer.commands.options import LOG_NAME, AsJson, DataDir
+from streamer.commands.options import AsJson, DataDir
+from streamer.data_dir import LOG_FILE, LOG_LOCK
 from streamer.operating import control
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
@@ -78,14 +79,14 @@ def _asked(folder: Path, endpoint: str | None) -> dict[str, Any]:
 
 def _stopped(folder: Path) -> dict[str, Any]:
     try:
-        if (folder / control.LOG_LOCK).exists():
-            REAL_DISK.require_not_in_use(folder / control.LOG_LOCK)
+        if (folder / LOG_LOCK).exists():
+            REAL_DISK.require_not_in_use(folder / LOG_LOCK)
     except InUseError as error:
         why = f"the streamer with data_dir {folder} runs as process {error}, and does not answer yet: try again, or "
         raise UStatusError(UCode.UNAVAILABLE, why + "see its log") from None
     except OSError as error:
         raise invalid(f"can't look into {folder}: {error.strerror}") from None
-    log = folder / LOG_NAME
+    log = folder / LOG_FILE
     waiting = [dataclasses.asdict(one) for one in cursors.listed(log)] if log.exists() else []
     return {"state": STOPPED, "data_dir": str(folder.absolute()), "cursors": waiting}
 

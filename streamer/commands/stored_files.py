@@ -19,8 +19,17 @@ from storage.disk import REAL_DISK, BadMarkError, FileKind, InUseError, read_mar
 from storage.faults import DamagedError
 from streamer import building
 from streamer.config import Config
+from streamer.data_dir import (
+    LETTERS_FILE,
+    LOG_FILE,
+    PARTNERS_FILE,
+    PAUSES_FILE,
+    RESERVE_FILE,
+    SUBSCRIPTIONS_FILE,
+    interest_file,
+)
 from streamer.letters.dead_letter import LETTERS as LETTERS_KIND
-from streamer.operating.backup import LETTERS, LOG, PARTNERS, SUBSCRIPTIONS, folder_after_restore
+from streamer.operating.backup import folder_after_restore
 from streamer.walk import paused as pauses
 from uprotocol.core.ustreamer import ids
 from uprotocol.status import UStatusError
@@ -43,7 +52,7 @@ def findings_of_stores(config: Config) -> Iterator[StoredFinding]:
     folder = config.streamer.data_dir
     if not folder.is_dir():  # created by the first start
         return
-    user = _user(folder / LOG)
+    user = _user(folder / LOG_FILE)
     if user is not None:
         yield StoredFinding(f"a streamer with this data_dir runs as process {user}", is_fatal=False)
     restored = None
@@ -58,10 +67,10 @@ def findings_of_stores(config: Config) -> Iterator[StoredFinding]:
         """Returns where the file is now that the start will open."""
         return restored / name if restored is not None and (restored / name).exists() else folder / name
 
-    yield from _log(config, path_of(LOG), user)
-    yield from _store(LETTERS_KIND, path_of(LETTERS), user)
+    yield from _log(config, path_of(LOG_FILE), user)
+    yield from _store(LETTERS_KIND, path_of(LETTERS_FILE), user)
     if config.usubscription_of(config.home) == "embedded":
-        yield from _subscriptions(config, path_of(SUBSCRIPTIONS), user)
+        yield from _subscriptions(config, path_of(SUBSCRIPTIONS_FILE), user)
     yield from _states(config, path_of)
 
 
@@ -139,17 +148,18 @@ def _subscriptions(config: Config, path: Path, user: str | None) -> Iterator[Sto
 def _states(config: Config, path_of: Callable[[str], Path]) -> Iterator[StoredFinding]:
     """Yields which small files can't be read."""
     try:
-        pauses.read(pauses.file_of(path_of(pauses.FILE)))
+        pauses.read(pauses.file_of(path_of(PAUSES_FILE)))
     except UStatusError as error:
         yield StoredFinding(error.message)
     saved = {config.authority} if config.usubscription_of(config.home) == "embedded" else set()
     for section in config.endpoint:
         saved.update(building.remote_authorities_of(config, section))
     for authority in sorted(saved):
-        path = path_of(building.saved_interest_of(config, authority).name)
+        path = path_of(interest_file(authority))
         yield from _saved(SavedInterest(path, list).require_readable, "the service is asked for its subscriptions")
-    yield from _saved(Partners(path_of(PARTNERS)).require_readable, "the partners are known from the subscriptions")
-    reserve = config.streamer.data_dir / building.RESERVE_NAME
+    partners = Partners(path_of(PARTNERS_FILE))
+    yield from _saved(partners.require_readable, "the partners are known from the subscriptions")
+    reserve = config.streamer.data_dir / RESERVE_FILE
     if reserve.exists() and not (reserve.is_file() and os.access(reserve, os.W_OK)):
         yield StoredFinding(f"the reserve of the disk can't be made: {reserve} can't be written", is_fatal=False)
 

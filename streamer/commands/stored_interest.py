@@ -11,7 +11,7 @@ from pathlib import Path
 
 from streamer import building
 from streamer.config import Config
-from streamer.operating.backup import SUBSCRIPTIONS
+from streamer.data_dir import SUBSCRIPTIONS_FILE
 from streamer.walk.endpoint import Endpoints
 from streamer.walk.view import Rules
 from streamer.walk.without_rule import TOPIC, Causes, WithoutRule
@@ -77,7 +77,7 @@ def _static(path: Path) -> list[Subscription]:
 def _embedded(config: Config) -> list[Subscription]:
     """Returns the subscriptions of the service's own file; those that were saved beside it if it can't be read."""
     try:
-        with StoreView(config.streamer.data_dir / SUBSCRIPTIONS) as view:
+        with StoreView(config.streamer.data_dir / SUBSCRIPTIONS_FILE) as view:
             entries = view.subscriptions()
     except UStatusError:
         return _saved(config, config.authority)

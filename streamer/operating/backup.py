@@ -36,6 +36,17 @@ from storage.copies import SHARE, CopyPace, copy_store, copy_whole, sha256, writ
 from storage.disk import REAL_DISK, BadMarkError, Disk, InUseError, Lock, Marked, read_mark
 from storage.faults import FULL_BYTES, DamagedError, is_damage, is_denied, is_full
 from storage.runtime import REAL
+from streamer.data_dir import (
+    LETTERS_FILE,
+    LOG_FILE,
+    LOG_LOCK,
+    LOG_MARK,
+    PARTNERS_FILE,
+    REPLACED,
+    RESTORED,
+    RESTORING,
+    SUBSCRIPTIONS_FILE,
+)
 from streamer.operation import NUMBER_MAX, Arguments, Operation
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
@@ -44,12 +55,7 @@ FORMAT: Final = 1  # of the manifest
 MANIFEST: Final = "manifest.json"
 MANIFEST_BYTES_MAX: Final = 4 << 20
 NAME_BYTES_MAX: Final = 255  # of a file
-LOG: Final = "history.db"
-LOG_MARK: Final = f"{LOG}.mark"
-SUBSCRIPTIONS: Final = "usubscription.db"  # in a data_dir, of the embedded service
-PARTNERS: Final = f"{SUBSCRIPTIONS}.partners"
-LETTERS: Final = "dead-letters.db"
-COPYING, READY, PLAN, ASIDE = "restoring", "restored", "plan", "replaced-"  # in a data_dir
+PLAN: Final = "plan"  # of a restore, in its folder
 
 log = structlog.get_logger()
 
@@ -165,8 +171,9 @@ def back_up(
     Raises INVALID_ARGUMENT (nothing to copy), FAILED_PRECONDITION (not empty), PERMISSION_DENIED, RESOURCE_EXHAUSTED
     (the disk of `directory`), DATA_LOSS (damaged), UNAVAILABLE (I/O error, or stopping); then no file is left there.
     """
-    if not (data_dir / LOG).exists():
-        raise invalid(f"there is no log at {data_dir / LOG}: is {data_dir} the data_dir of a streamer that has run?")
+    if not (data_dir / LOG_FILE).exists():
+        log_file = data_dir / LOG_FILE
+        raise invalid(f"there is no log at {log_file}: is {data_dir} the data_dir of a streamer that has run?")
     if directory.parent.resolve() == data_dir.resolve() and _is_reserved(directory.name):
         raise UStatusError(UCode.FAILED_PRECONDITION, f"{directory} has a name of our own files: choose another one")
     began, started = _now(), time.monotonic()
@@ -174,21 +181,21 @@ def back_up(
 
         def kept_bytes() -> int:
             is_same_disk = directory.stat().st_dev == data_dir.stat().st_dev
-            return FULL_BYTES + (max(0, log_bytes_max - own_bytes(data_dir / LOG)) if is_same_disk else 0)
+            return FULL_BYTES + (max(0, log_bytes_max - own_bytes(data_dir / LOG_FILE)) if is_same_disk else 0)
 
         share = 1.0 if newest is None else SHARE
         pace = CopyPace(directory / MANIFEST, share, kept_bytes=kept_bytes, is_stopping=is_stopping, disk=disk)
-        stores = [one for one in (SUBSCRIPTIONS, LETTERS) if (data_dir / one).exists()]
-        pace.require(sum((data_dir / one).stat().st_size for one in (*stores, LOG)))
-        if SUBSCRIPTIONS in stores:
-            copy_store(data_dir / SUBSCRIPTIONS, directory / SUBSCRIPTIONS, pace, disk)
+        stores = [one for one in (SUBSCRIPTIONS_FILE, LETTERS_FILE) if (data_dir / one).exists()]
+        pace.require(sum((data_dir / one).stat().st_size for one in (*stores, LOG_FILE)))
+        if SUBSCRIPTIONS_FILE in stores:
+            copy_store(data_dir / SUBSCRIPTIONS_FILE, directory / SUBSCRIPTIONS_FILE, pace, disk)
         saved_files = [one for one in data_dir.glob("*.json") if one.name != MANIFEST]
-        for saved in (*sorted(saved_files), data_dir / PARTNERS):
+        for saved in (*sorted(saved_files), data_dir / PARTNERS_FILE):
             with contextlib.suppress(FileNotFoundError):  # each is replaced as a whole, or was removed
                 write_private(directory / saved.name, saved.read_bytes(), disk)
-        copied = copy_log(data_dir / LOG, directory / LOG, pace, newest, disk)
-        if LETTERS in stores:
-            copy_store(data_dir / LETTERS, directory / LETTERS, pace, disk)
+        copied = copy_log(data_dir / LOG_FILE, directory / LOG_FILE, pace, newest, disk)
+        if LETTERS_FILE in stores:
+            copy_store(data_dir / LETTERS_FILE, directory / LETTERS_FILE, pace, disk)
         made = _manifest(directory, authority, began, copied, pace)
         write_private(directory / f"{MANIFEST}.new", made.model_dump_json(indent=1).encode(), disk)
         (directory / f"{MANIFEST}.new").rename(directory / MANIFEST)
@@ -198,7 +205,7 @@ def back_up(
 
 def _is_reserved(name: str) -> bool:
     """Returns True for a name in data_dir that a restore, or the next backup, would take for one of ours."""
-    return name in (COPYING, READY) or name.endswith(".json")
+    return name in (RESTORING, RESTORED) or name.endswith(".json")
 
 
 def _manifest(directory: Path, authority: str, began: str, copied: Copied, pace: CopyPace) -> Manifest:
@@ -288,7 +295,7 @@ def read_manifest(directory: Path) -> Manifest:
         why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         what = f"{directory} is no complete backup: its {MANIFEST} can't be read: {why}"
         raise UStatusError(UCode.FAILED_PRECONDITION, what) from None
-    if LOG not in made.files or not all(_is_saved(name) for name in made.files):
+    if LOG_FILE not in made.files or not all(_is_saved(name) for name in made.files):
         raise UStatusError(UCode.FAILED_PRECONDITION, f"{path} is not the manifest of a backup: it names other files")
     for name, entry in made.files.items():
         saved = (directory / name).lstat() if (directory / name).exists() else None
@@ -300,7 +307,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _is_saved(name: str) -> bool:
-    stores = (LOG, LOG_MARK, SUBSCRIPTIONS, PARTNERS, LETTERS)
+    stores = (LOG_FILE, LOG_MARK, SUBSCRIPTIONS_FILE, PARTNERS_FILE, LETTERS_FILE)
     is_name = Path(name).name == name.strip() and name.isprintable() and len(name.encode()) <= NAME_BYTES_MAX
     return name in stores or (name.endswith(".json") and is_name and name != MANIFEST)
 
@@ -335,7 +342,7 @@ def restore(
             if old and not replace:
                 why = f"{data_dir} has files already ({old[0]}, ...): say --replace, and they are moved aside"
                 raise UStatusError(UCode.FAILED_PRECONDITION, why)
-            pace = CopyPace(data_dir / LOG, disk=disk)
+            pace = CopyPace(data_dir / LOG_FILE, disk=disk)
             pace.require(manifest.bytes)
             incarnation = _prepare(directory, data_dir, manifest, old, pace, same_incarnation, disk)
             aside = _finish(data_dir, disk)
@@ -346,10 +353,10 @@ def restore(
 def finish_restore(data_dir: Path, disk: Disk = REAL_DISK) -> None:
     """Complete a restore that was interrupted after everything was copied; remove what an earlier interruption left.
     Does nothing while another process has the log. Raises UStatusError as `restore`."""
-    if not any((data_dir / one).exists() for one in (READY, COPYING)):
+    if not any((data_dir / one).exists() for one in (RESTORED, RESTORING)):
         return
     with contextlib.suppress(InUseError), _errors("the restore", data_dir):
-        lock = disk.lock(data_dir / f"{LOG}.lock")
+        lock = disk.lock(data_dir / LOG_LOCK)
         try:
             _finish(data_dir, disk)
         finally:
@@ -361,14 +368,14 @@ class _Locked:
 
     def __init__(self, data_dir: Path, disk: Disk) -> None:
         try:
-            self._lock: Lock = disk.lock(data_dir / f"{LOG}.lock")
+            self._lock: Lock = disk.lock(data_dir / LOG_LOCK)
         except InUseError as owner:
             why = f"process {owner} uses {data_dir}: stop the streamer first"
             raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
         except OSError as error:
             raise UStatusError(UCode.FAILED_PRECONDITION, f"{data_dir} can't be locked: {error}") from None
         self.close = self._lock.release
-        _give_to_owner(data_dir, [data_dir / f"{LOG}.lock"])
+        _give_to_owner(data_dir, [data_dir / LOG_LOCK])
 
 
 def back_up_stopped(data_dir: Path, directory: Path, authority: str) -> dict[str, Any]:
@@ -380,7 +387,7 @@ def back_up_stopped(data_dir: Path, directory: Path, authority: str) -> dict[str
 
 def _old_files(data_dir: Path) -> list[str]:
     """Returns the names of the files of a streamer in its data_dir, without its locks and its reserve."""
-    patterns = (f"{LOG}*", f"{SUBSCRIPTIONS}*", f"{LETTERS}*", "*.json")
+    patterns = (f"{LOG_FILE}*", f"{SUBSCRIPTIONS_FILE}*", f"{LETTERS_FILE}*", "*.json")
     found = {one.name for pattern in patterns for one in data_dir.glob(pattern) if one.is_file()}
     return sorted(name for name in found if not name.endswith(".lock"))
 
@@ -400,7 +407,7 @@ def _prepare(
     if same_incarnation and later > newest:
         why = f"{later - newest} records were appended after the backup, and readers may have them"
         raise UStatusError(UCode.FAILED_PRECONDITION, f"{why}: restore without --same-incarnation")
-    copies = data_dir / COPYING
+    copies = data_dir / RESTORING
     copies.mkdir(mode=0o700)
     try:
         for name, entry in manifest.files.items():
@@ -410,14 +417,14 @@ def _prepare(
         if not same_incarnation:
             why = f"restored from a backup of {manifest.time}: what was appended, subscribed or confirmed later is lost"
             incarnation = REAL.random_bytes(16)
-            make_another(copies / LOG, incarnation, REAL.now_ms(), why, later, disk)
-            disk.sync(copies / LOG)
-        aside = f"{ASIDE}{datetime.now(UTC):%Y%m%dT%H%M%S.%f}" if old else None
-        plan = {"old": old, "aside": aside, "new": sorted(manifest.files, key=lambda name: name == LOG)}
+            make_another(copies / LOG_FILE, incarnation, REAL.now_ms(), why, later, disk)
+            disk.sync(copies / LOG_FILE)
+        aside = f"{REPLACED}{datetime.now(UTC):%Y%m%dT%H%M%S.%f}" if old else None
+        plan = {"old": old, "aside": aside, "new": sorted(manifest.files, key=lambda name: name == LOG_FILE)}
         write_private(copies / PLAN, json.dumps(plan).encode(), disk)
         _give_to_owner(data_dir, [copies, *copies.iterdir()])
         disk.sync(copies)
-        copies.rename(data_dir / READY)
+        copies.rename(data_dir / RESTORED)
     except BaseException:
         shutil.rmtree(copies, ignore_errors=True)
         raise
@@ -434,7 +441,7 @@ def _give_to_owner(data_dir: Path, paths: list[Path]) -> None:
 
 def _require_inside(data_dir: Path, names: list[str], aside: Path | None) -> None:
     """Raises ValueError if a plan leads out of data_dir: root completes it in a folder that another user writes."""
-    is_ours = aside is None or (aside.parent == data_dir and aside.name.startswith(ASIDE) and not aside.is_symlink())
+    is_ours = aside is None or (aside.parent == data_dir and aside.name.startswith(REPLACED) and not aside.is_symlink())
     if not is_ours or any(Path(name).name != name for name in names):
         raise ValueError("its plan leads to another folder")
 
@@ -443,22 +450,22 @@ def _later(data_dir: Path, incarnation: bytes) -> int:
     """Returns the newest seq of the log that is replaced, if it is that one; 0: unknown."""
     marked: Marked | None = None
     with contextlib.suppress(OSError, BadMarkError):
-        marked = read_mark(data_dir / LOG)
+        marked = read_mark(data_dir / LOG_FILE)
     return marked.seq if marked is not None and marked.incarnation == incarnation else 0
 
 
 def folder_after_restore(data_dir: Path) -> Path | None:
     """Returns the folder with the files of a restore that the next start completes; None if none waits. Raises
     FAILED_PRECONDITION if it can't be completed. Writes nothing."""
-    if not (data_dir / READY).exists():
+    if not (data_dir / RESTORED).exists():
         return None
     _read_plan(data_dir)
-    return data_dir / READY
+    return data_dir / RESTORED
 
 
 def _read_plan(data_dir: Path) -> tuple[dict[str, list[str]], Path | None]:
     """Returns the names of "old" and "new" files, and the folder for the old ones. Raises FAILED_PRECONDITION."""
-    ready = data_dir / READY
+    ready = data_dir / RESTORED
     try:
         plan = json.loads((ready / PLAN).read_bytes())
         aside = None if plan["aside"] is None else data_dir / plan["aside"]
@@ -472,7 +479,7 @@ def _read_plan(data_dir: Path) -> tuple[dict[str, list[str]], Path | None]:
 def _finish(data_dir: Path, disk: Disk) -> str | None:
     """Put the files of a prepared restore in place. It may be interrupted and repeated at any step. Returns the
     folder of the replaced files; None if nothing was replaced."""
-    ready, left = data_dir / READY, data_dir / COPYING
+    ready, left = data_dir / RESTORED, data_dir / RESTORING
     shutil.rmtree(left, ignore_errors=True)
     if not ready.exists():
         return None

@@ -19,6 +19,7 @@ from typing import Any, Final
 import structlog
 
 from storage.disk import REAL_DISK, InUseError, Lock
+from streamer.data_dir import CONTROL_SOCKET, LOG_LOCK, PAUSES_FILE
 from streamer.operation import Arguments, Operation, Operations
 from streamer.walk import paused as pauses
 from streamer.walk.paused import Pause, Paused
@@ -33,8 +34,6 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-SOCKET: Final = "control.sock"  # in a data_dir
-LOG_LOCK: Final = "history.db.lock"  # held by a running streamer
 LINE_BYTES_MAX: Final = 64 << 10  # of a request
 ANSWER_BYTES_MAX: Final = 16 << 20
 ANSWER_S: Final = 10.0  # long enough for a slow disk; a client that is silent, or takes nothing, is disconnected then
@@ -150,16 +149,16 @@ class ControlSocket:
         if self._server is not None:
             self._server.close()
             with contextlib.suppress(OSError):
-                (self._folder / SOCKET).unlink()
+                (self._folder / CONTROL_SOCKET).unlink()
 
     def _socket(self) -> socket.socket:
         made = socket.socket(socket.AF_UNIX)
         try:
             # of a killed process: the lock of the log proves that no other runs
-            (self._folder / SOCKET).unlink(missing_ok=True)
+            (self._folder / CONTROL_SOCKET).unlink(missing_ok=True)
             with _address(self._folder) as address:
                 made.bind(address)
-            (self._folder / SOCKET).chmod(0o600)  # before it listens, so that no other user can connect first
+            (self._folder / CONTROL_SOCKET).chmod(0o600)  # before it listens, so that no other user can connect first
         except BaseException:
             made.close()
             raise
@@ -220,7 +219,7 @@ def _address(folder: Path) -> Iterator[str]:
     """Yields a path of the socket that is short for any folder: the kernel limits it to 107 bytes."""
     at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        yield f"/proc/self/fd/{at}/{SOCKET}"
+        yield f"/proc/self/fd/{at}/{CONTROL_SOCKET}"
     finally:
         os.close(at)
 
@@ -272,7 +271,7 @@ def call(
 
 
 def _ask_file(folder: Path, do: str, topic: str, peer: str, own: str, origin: str) -> list[Pause]:
-    file = pauses.file_of(folder / pauses.FILE)
+    file = pauses.file_of(folder / PAUSES_FILE)
     if do == "paused":
         return pauses.read(file)
     pattern = pauses.pattern_of(uris.parse(topic), own)
@@ -283,7 +282,7 @@ def _ask_file(folder: Path, do: str, topic: str, peer: str, own: str, origin: st
     except InUseError as error:
         raise UStatusError(
             UCode.UNAVAILABLE,
-            f"the streamer runs as process {error}, and there is no {SOCKET} in {folder}: see its "
+            f"the streamer runs as process {error}, and there is no {CONTROL_SOCKET} in {folder}: see its "
             "log, or stop it first",
         ) from None
     try:

@@ -26,6 +26,7 @@ from typing import Any, Final
 
 import structlog
 
+from streamer.data_dir import transport_file
 from streamer.reporting import OPENING, Condition, Reporter
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import HostedTransport
@@ -159,7 +160,7 @@ class Networks(Reporter):
         network = self._networks[endpoint.name]
         endpoint.transport.on_connection(lambda connected: self._connection(network, connected))
         endpoint.transport.on_loss(lambda what, messages: self._on_loss(endpoint, what, messages))
-        endpoint.transport.remember_in(str(self._folder / f"endpoint-{endpoint.name}.json"))
+        endpoint.transport.remember_in(str(self._folder / transport_file(endpoint.name)))
         await self._open(network)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow(network), name=f"listen {endpoint.name}")

@@ -1,7 +1,7 @@
 """What an operator has paused: records are not dispatched to a peer, but wait in the log. A pause holds topics,
 everything for the peer, or everything that one endpoint sends there (a rule).
 
-pause, resume -> FILE -> in force: `version` rises -> view: a paused topic is open -> pumps hold it, also
+pause, resume -> PAUSES_FILE -> in force: `version` rises -> view: a paused topic is open -> pumps hold it, also
                                                                                       what they have read ahead
 streamer.operating.control checks who may do it. Requests and responses are never held.
 """
@@ -28,7 +28,6 @@ from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-FILE: Final = "paused.json"  # in a data_dir
 PAUSES_MAX: Final = 256  # each is compared with each topic whenever something changes
 PEER_LENGTH_MAX: Final = 128  # characters: as long as an authority may be
 # topic, peer, and origin if there is one: versions before 0.2 read a file without origins, and refuse one with them

@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 from storage import logs
 from storage.disk import REAL_DISK
 from streamer.commands import cli, terminal
-from streamer.operating import control
+from streamer.data_dir import LOG_LOCK
 from streamer.parts.status import StreamerStatus
 
 TOPICS = [f"up://vehicle1/8001/1/80{number:02d}" for number in range(3)]
@@ -213,7 +213,7 @@ def _read(terminal: int) -> str:
 def test_one_that_starts_and_does_not_answer_yet_is_not_stopped(file: Path) -> None:
     folder = file.parent / "data"
     folder.mkdir()
-    lock: Any = REAL_DISK.lock(folder / control.LOG_LOCK)
+    lock: Any = REAL_DISK.lock(folder / LOG_LOCK)
     found = status(file)
     lock.release()
     assert found.exit_code == 1

@@ -21,8 +21,9 @@ from storage.disk import REAL_DISK, FileKind
 from streamer.app import Streamer
 from streamer.commands import cli
 from streamer.config import load
+from streamer.data_dir import RESTORED
 from streamer.letters.dead_letter import LETTERS
-from streamer.operating.backup import PLAN, READY
+from streamer.operating.backup import PLAN
 from streamer.operating.states import DEGRADED, NOT_READY
 from streamer.operating.states import READY as IS_READY
 from tests.cli.test_cli_read_only import CONFIG as WITHOUT_SUBSCRIPTIONS
@@ -92,8 +93,8 @@ def of_a_development_version(folder: Path) -> None:
 
 
 def half_restored(folder: Path) -> None:
-    (folder / READY).mkdir()
-    (folder / READY / PLAN).write_text(json.dumps({"old": ["../other"], "new": [], "aside": None}))
+    (folder / RESTORED).mkdir()
+    (folder / RESTORED / PLAN).write_text(json.dumps({"old": ["../other"], "new": [], "aside": None}))
 
 
 def log_missing(folder: Path) -> None:

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history.log.log import Log, RetentionLoss
+from streamer.data_dir import CONTROL_SOCKET, PAUSES_FILE
 from streamer.egress import losses, reading_back
 from streamer.egress import pump as egress
 from streamer.egress.pump import Pump
@@ -156,8 +157,8 @@ async def test_a_rule_is_paused_for_what_comes_from_one_endpoint(make_world: Mak
     assert speed.texts == []
     assert notes(world) == ["paused: everything from vehicle to cloud; what comes waits in the log"]
     data = world.config.streamer.data_dir
-    assert json.loads((data / pauses.FILE).read_text()) == [[everything, "cloud", "vehicle"]]
-    assert list(made(data / pauses.FILE)) == [Pause(everything, "cloud", "vehicle")], "as a restart finds it"
+    assert json.loads((data / PAUSES_FILE).read_text()) == [[everything, "cloud", "vehicle"]]
+    assert list(made(data / PAUSES_FILE)) == [Pause(everything, "cloud", "vehicle")], "as a restart finds it"
     with pytest.raises(UStatusError, match="see what is paused"):
         await answer("resume", {"endpoint": "cloud"})
     assert await answer("resume", rule) == {"paused": []}
@@ -292,7 +293,7 @@ async def test_a_pause_toward_a_removed_peer_holds_nothing_and_is_reported(
     world = await make_world(subscriptions=SUBSCRIBED, start=False)
     data = world.config.streamer.data_dir
     data.mkdir(parents=True)
-    pauses.file_of(data / pauses.FILE).save([Pause(uris.format(SPEED), "old-cloud")])
+    pauses.file_of(data / PAUSES_FILE).save([Pause(uris.format(SPEED), "old-cloud")])
     await world.start()
     assert "no known peer" in notes(world)[0]
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
@@ -531,13 +532,13 @@ async def test_an_unreadable_file_is_reported_until_the_next_pause(make_world: M
     world = await make_world(subscriptions={}, start=False)
     data = world.config.streamer.data_dir
     data.mkdir(parents=True)
-    (data / pauses.FILE).write_text('[["not a topic", 5]')
+    (data / PAUSES_FILE).write_text('[["not a topic", 5]')
     await world.start()
     (problem,) = world.parts.problems()
     assert "pause again" in problem
     await world.assembly.paused.pause(SPEED, "cloud")
     assert world.parts.problems() == []
-    assert json.loads((data / pauses.FILE).read_text()) == [[uris.format(SPEED), "cloud"]]
+    assert json.loads((data / PAUSES_FILE).read_text()) == [[uris.format(SPEED), "cloud"]]
 
 
 # -- the command line's way
@@ -554,17 +555,17 @@ async def test_the_command_line_reaches_a_streamer_that_runs_and_one_that_is_sto
     assert await asked(folder, "paused") == []
     assert await asked(folder, "pause", "/8001/1/8001", "net", "vehicle1") == [Pause(topic, "net")]
     assert await code_of(asked(folder, "pause", "/8001/1/8001", "net")) == UCode.INVALID_ARGUMENT
-    paused = made(folder / pauses.FILE)
-    (folder / control.SOCKET).touch()  # left by a kill
+    paused = made(folder / PAUSES_FILE)
+    (folder / CONTROL_SOCKET).touch()  # left by a kill
     async with ControlSocket(folder, Operations(pause_operations(paused))):
-        assert stat.S_IMODE(os.stat(folder / control.SOCKET).st_mode) == 0o600
+        assert stat.S_IMODE(os.stat(folder / CONTROL_SOCKET).st_mode) == 0o600
         assert await asked(folder, "paused") == [Pause(topic, "net")]
         assert len(await asked(folder, "pause", "/8001/1/8002", "phone")) == len(paused) == 2
         assert await asked(folder, "resume", "//vehicle1/8001/1/FFFF", "net") == [Pause(uris.format(DOOR), "phone")]
         assert await code_of(asked(folder, "resume", topic, "net")) == UCode.NOT_FOUND
         assert await code_of(asked(folder, "dance")) == UCode.NOT_FOUND
         assert await code_of(asked(folder, "pause", "nonsense", "net")) == UCode.INVALID_ARGUMENT
-    assert not (folder / control.SOCKET).exists()
+    assert not (folder / CONTROL_SOCKET).exists()
     assert await asked(folder, "resume", uris.format(DOOR), "phone") == []
     assert await code_of(asked(folder / "nowhere", "paused")) == UCode.INVALID_ARGUMENT
 

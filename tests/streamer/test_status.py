@@ -18,6 +18,7 @@ from history.log.log import Log
 from storage import disk as disks
 from streamer import app as apps
 from streamer.config import Config
+from streamer.data_dir import CONTROL_SOCKET, LOG_LOCK
 from streamer.durations import Durations
 from streamer.egress import hold_state
 from streamer.operating import control, metrics
@@ -240,7 +241,7 @@ async def test_a_streamer_that_cant_start_says_why_at_the_socket_and_the_port(
     monkeypatch.setattr(apps.Streamer, "create", create)
     stopping = asyncio.Event()
     serving = asyncio.create_task(apps.serve(config, lambda _: None, stopping, file=file))
-    await world.until((folder / control.SOCKET).exists)
+    await world.until((folder / CONTROL_SOCKET).exists)
     answer = await asyncio.to_thread(control.require, folder, "status")
     assert (fitting(answer)["state"], answer["reason"]) == ("not ready", "RESOURCE_EXHAUSTED: the disk is full")
     assert answer["config"] == str(file.absolute())
@@ -251,15 +252,15 @@ async def test_a_streamer_that_cant_start_says_why_at_the_socket_and_the_port(
         await asyncio.to_thread(control.require, folder, "cursors")
     stopping.set()
     await asyncio.wait_for(serving, 20)
-    assert not (folder / control.SOCKET).exists()
+    assert not (folder / CONTROL_SOCKET).exists()
 
 
 async def test_one_that_cant_start_leaves_the_socket_of_another_one_alone(tmp_path: Path) -> None:
-    lock = disks.REAL_DISK.lock(tmp_path / control.LOG_LOCK)
-    (tmp_path / control.SOCKET).write_text("of the other one")
+    lock = disks.REAL_DISK.lock(tmp_path / LOG_LOCK)
+    (tmp_path / CONTROL_SOCKET).write_text("of the other one")
     async with control.SpareSocket(tmp_path, control.Operations({})):
-        assert (tmp_path / control.SOCKET).read_text() == "of the other one"
-    assert (tmp_path / control.SOCKET).exists()
+        assert (tmp_path / CONTROL_SOCKET).read_text() == "of the other one"
+    assert (tmp_path / CONTROL_SOCKET).exists()
     lock.release()
 
 

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from streamer import building
 from streamer.commands.stored_interest import add_causes, notes_of_subscriptions
 from streamer.config import loads
-from streamer.operating.backup import SUBSCRIPTIONS
+from streamer.data_dir import SUBSCRIPTIONS_FILE
 from streamer.parts.interest import WithoutRulePart
 from streamer.parts.status import StatusPart
 from streamer.parts.unmatched import UNMATCHED_S, UnmatchedPart
@@ -215,7 +215,7 @@ async def test_check_and_subscriptions_name_what_no_rule_serves(make_world: Make
         await world.stop()
     found = notes_of_subscriptions(world.config, building.bare_endpoints_of(world.config))
     assert found == [SENTENCE]
-    with StoreView(world.config.streamer.data_dir / SUBSCRIPTIONS) as view:
+    with StoreView(world.config.streamer.data_dir / SUBSCRIPTIONS_FILE) as view:
         entries = view.subscriptions()
     add_causes(world.config, entries)
     assert {entry["topic"]: entry["not_forwarded"] for entry in entries} == {

@@ -35,6 +35,7 @@ from streamer.commands.demo.mosquitto import Broker
 from streamer.commands.demo.processes import START_TIMEOUT_S, Child
 from streamer.commands.demo.vehicle import Vehicle, toml
 from streamer.commands.options import DemoOptions, Network
+from streamer.data_dir import SUBSCRIPTIONS_FILE
 from transports.ports import free_port
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -154,7 +155,7 @@ class Demo:
         """Start the uSubscription of the cloud and all gateways. Returns the admin port of each gateway when it is
         ready."""
         progress.update(stage, advance=1, description="starting gateways and uSubscription services")
-        store = str(self._folder / "usubscription.db")
+        store = str(self._folder / SUBSCRIPTIONS_FILE)
         command = ("usubscription", "--json", "--store", store, *_as_options(self._router))
         service = await self._child("the uSubscription of the cloud", CLI, *command)
         gateways = {}
