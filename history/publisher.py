@@ -46,7 +46,7 @@ PUBLISHER_TAIL_BYTES_MAX: Final = 16 << 20
 QUEUE_MESSAGES_MAX = 8_192  # the same limit in messages: one second of a fast publisher
 BATCH_MESSAGES_MAX: Final = 512  # beyond it the cost per message no longer falls
 DRAIN_S_MAX: Final = 2.0  # `close` waits so long for the network to take the plain copies
-ANNOUNCE_S: Final = 10.0  # a new follower finds us within this time
+PUBLISHER_ANNOUNCE_S: Final = 10.0  # a new follower finds us within this time
 ANNOUNCE_JITTER: Final = 0.25  # of it, so that publishers that were started together do not announce together
 ANNOUNCEMENT_TTL_MS: Final = 30_000  # an older announcement is out of date
 REPLY_ROOM_BYTES: Final = 256 << 10  # of an answer, in addition to the longest message
@@ -86,7 +86,7 @@ class HistoryPublisher(Publisher):
         *,
         retention_ms: int = RETENTION_MS,
         retention_bytes: int = PUBLISHER_RETENTION_BYTES,
-        announce_s: float = ANNOUNCE_S,
+        announce_s: float = PUBLISHER_ANNOUNCE_S,
         groups: Sequence[Group] = (),
         runtime: Runtime = REAL,
     ) -> None:

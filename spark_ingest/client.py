@@ -40,7 +40,7 @@ OWN_UE_TYPE: Final = 0x8004  # free for applications; each session has its own i
 CONNECT_TIMEOUT_S: Final = 30  # enough for a distant broker with TLS
 GRACE_S: Final = 2  # added to the timeout of a call before its thread is given up
 AWAY_MAX_S: Final = 120  # enough for a restart with a large log; then the task fails
-RETRY_S: Final = 0.2
+SPARK_RETRY_S: Final = 0.2
 REOPEN_S: Final = 0.5  # between the attempts of all calls together to open a connection
 POLL_RECORDS_MAX: Final = 10_000  # one Arrow batch: 100 bytes each make 1 MB, which every transport carries
 SESSION_IDLE_S: Final = 60.0  # as long as Spark keeps an idle Python worker
@@ -300,7 +300,7 @@ class _Reading:
                 if not error.retryable or time.monotonic() > deadline:
                     raise
                 log.warning("the streamer is away; trying again", authority=range.authority, error=str(error))
-                time.sleep(RETRY_S)
+                time.sleep(SPARK_RETRY_S)
                 continue
             # `next` names every log of the streamer
             if all(position.incarnation.hex() != range.incarnation for position in response.next):
@@ -320,7 +320,7 @@ class _Reading:
                 if time.monotonic() > deadline:
                     what = f"expected records after {before} of {range}, got none for {AWAY_MAX_S} s"
                     raise UStatusError(UCode.UNAVAILABLE, what)
-                time.sleep(RETRY_S)
+                time.sleep(SPARK_RETRY_S)
                 continue
             deadline = time.monotonic() + AWAY_MAX_S
             if self._position < range.until:

@@ -76,7 +76,7 @@ _ARROW: Final[dict[str, pa.DataType]] = {
 SCHEMA: Final = pa.schema([(name, _ARROW[type]) for name, type in COLUMNS])
 
 # topics of a fleet, some 0.3 KB each; with more topics the cache is cleared again and again, which doubles the cost
-ROUTES_CACHED_MAX: Final = 65_536
+ROUTES_DECODED_MAX: Final = 65_536
 TIME_MS_MAX: Final = 253_402_300_799_999  # end of the year 9999, beyond which neither protobuf nor Spark has dates
 
 # first bytes of a message with the usual layout -> end of its attributes
@@ -193,7 +193,7 @@ class Decoder:
 
         Null is what `records` lack: `prev_seq`, `epoch` and `origin` also if their columns do not fit together.
         """
-        if len(self._known) > ROUTES_CACHED_MAX:
+        if len(self._known) > ROUTES_DECODED_MAX:
             self._kinds.clear()
             del self._known[1:]
         values = Values(len(records.message), self._heads, self._moments)

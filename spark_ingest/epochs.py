@@ -39,7 +39,7 @@ from uprotocol.v1.uri_pb2 import UUri
 TOPICS: Final = ids.frontiers_of(uris.WILDCARD_AUTHORITY)  # keepers and followers publish frontiers there
 
 PARTS_MAX: Final = 64  # logs of a gate; also earlier logs that may have records of waiting epochs
-WAITING_MAX: Final = 1_024  # epochs of a gate; a keeper has at most 256 open
+EPOCHS_WAITING_MAX: Final = 1_024  # epochs of a gate; a keeper has at most 256 open
 TOO_MANY: Final = "too many epochs wait for a log of their gateway"
 
 EpochGroupKey = tuple[str, int, str]  # the keeper's authority and uEntity, and the name of the group
@@ -248,7 +248,7 @@ class EpochGate:
             if ends is not None:
                 ends.why = ends.why or ended.incomplete
         self.parts[record.origin] = part
-        if len(self.waiting) > WAITING_MAX:
+        if len(self.waiting) > EPOCHS_WAITING_MAX:
             self._deliver_in_parts()
         return True
 

@@ -35,7 +35,7 @@ from uprotocol.v1.uri_pb2 import UUri
 EARLIEST: Final = "earliest"
 LATEST: Final = "latest"
 SEQ_MAX: Final = (1 << 63) - 1
-VERSION: Final = 2  # of the JSON; version 1 had one history, without a version
+OFFSETS_VERSION: Final = 2  # of the JSON; version 1 had one history, without a version
 EPOCHS: Final = "epochs"  # key in the JSON of a history, beside the logs
 PAST_MAX: Final = 16  # earlier coverages of one history, of topics that are no longer wanted
 ADDED_MAX: Final = 32  # patterns with wildcards that a backfill names; beyond, it asks for all that is wanted
@@ -265,8 +265,8 @@ class Offset:
             raise invalid(f"expected a JSON object of log and seq, got {given!r}")
         if "version" not in given:
             return cls._plain(given, authority)
-        if given["version"] != VERSION:
-            what = f"expected an offset of version {VERSION}, got {given['version']!r}"
+        if given["version"] != OFFSETS_VERSION:
+            what = f"expected an offset of version {OFFSETS_VERSION}, got {given['version']!r}"
             raise invalid(f"{what}: a newer up-streamer has written this checkpoint")
         try:
             coverages = [Coverage(tuple(map(str, topics)), str(visible)) for topics, visible in given["coverages"]]
@@ -298,7 +298,7 @@ class Offset:
         def write(histories: Mapping[str, HistoryOffset]) -> dict[str, Any]:
             return {name: _history_json(one, number) for name, one in sorted(histories.items())}
 
-        made: dict[str, Any] = {"version": VERSION, "query": self.query, "began_ms": self.began_ms}
+        made: dict[str, Any] = {"version": OFFSETS_VERSION, "query": self.query, "began_ms": self.began_ms}
         made["histories"] = write(self.histories)
         if self.initial is not None:
             made["initial"] = write(self.initial)

@@ -29,9 +29,9 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-WAIT_MS_MAX: Final = 20_000  # of a poll that waits for records: a third of the usual lease
+SPARK_WAIT_MS_MAX: Final = 20_000  # of a poll that waits for records: a third of the usual lease
 RECORDS_MAX: Final = (1 << 32) - 1  # that the field of a poll can have
-WAIT_MS_MIN: Final = 1_000  # after a failure, and where a poll was not let wait: the streamer may be about to stop
+SPARK_WAIT_MS_MIN: Final = 1_000  # after a failure, and where a poll was not let wait: perhaps the streamer stops
 BACKOFF_MS: Final = (500, 10_000)  # between calls to a history that does not answer
 HELD_MAX_S: Final = 90.0  # another holder of our cursor: its lease ends within this time, or it is alive
 
@@ -89,7 +89,7 @@ class HistoryPolls:
         answer = await self._session.call(member.authority, lambda client: client.poll(asked))
         took_s = time.monotonic() - began_s
         is_cut_short = not answer.plan and took_s * 2_000 < asked.wait_ms
-        member.wait_ms = WAIT_MS_MIN if is_cut_short else min(2 * member.wait_ms, WAIT_MS_MAX)
+        member.wait_ms = SPARK_WAIT_MS_MIN if is_cut_short else min(2 * member.wait_ms, SPARK_WAIT_MS_MAX)
         member.answer_s = min(took_s, member.answer_s) if asked.wait_ms else took_s
         if not is_sound(answer) or any(one.seq > SEQ_MAX for one in (*answer.begin, *answer.next)):
             what = f"{member.authority}: expected logs with 16 bytes and a seq below 2^63, got an answer with others"
@@ -224,7 +224,7 @@ class HistoryPolls:
                 what = "another holder uses the consumer; waiting for the end of its lease"
             log.warning(what, authority=member.authority, error=error.message)
         member.away_ms, member.answering_ms, member.held = member.away_ms or time_ms, 0, None
-        member.wait_ms = WAIT_MS_MIN
+        member.wait_ms = SPARK_WAIT_MS_MIN
         member.error, member.is_refused, member.asked, member.is_stale = error, is_refused, True, False
         self._run.news.set()
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import SparkSession
 
-FORMAT: Final = "uprotocol"
+SPARK_FORMAT: Final = "uprotocol"
 # Spark asks 100 times a second, so the answer waits for new records; a stop waits for the answer
 IDLE_WAIT_S: Final = 0.5
 PUSHED_TOPICS_MAX: Final = 64  # more topics in a condition are not worth their comparisons
@@ -69,7 +69,7 @@ class UProtocolDataSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        return FORMAT
+        return SPARK_FORMAT
 
     def schema(self) -> str:
         return DDL

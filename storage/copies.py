@@ -24,7 +24,7 @@ SHARE: Final = 0.2  # of the time, while the owner of the files works
 PAUSE_S_MAX: Final = 2.0  # after a step that a slow disk has made long
 STEP_BYTES: Final = 1 << 20
 STEP_PAGES: Final = 256
-WAL_BYTES_MAX: Final = 8 << 20  # a longer write-ahead log waits for us: the rest is copied without pauses
+COPIED_WAL_BYTES_MAX: Final = 8 << 20  # a longer write-ahead log waits for us: the rest is copied without pauses
 
 
 class CopyPace:
@@ -71,7 +71,7 @@ def copy_store(source: Path, target: Path, pace: CopyPace, disk: Disk = REAL_DIS
 
     def rest(*_: int) -> None:
         with contextlib.suppress(FileNotFoundError):
-            pace.share = 1.0 if Path(f"{source}-wal").stat().st_size > WAL_BYTES_MAX else share
+            pace.share = 1.0 if Path(f"{source}-wal").stat().st_size > COPIED_WAL_BYTES_MAX else share
         pace.rest()
 
     try:

@@ -43,7 +43,7 @@ Level = Literal["debug", "info", "warning", "error"]
 Event = MutableMapping[str, Any]
 
 PERIOD_S: Final = 60.0
-KINDS_MAX: Final = 1_000  # all further ones count as one kind. We have some 150 texts
+LINE_KINDS_MAX: Final = 1_000  # all further ones count as one kind. We have some 150 texts
 KINDS_PER_TEXT_MAX: Final = 20  # ... of one text: a remote sender may invent its fields; a gateway has fewer endpoints
 WHOM: Final = (
     "endpoint",
@@ -70,15 +70,15 @@ REASON: Final = ("reason", "error", "why", "what", "detail", "kind", "code", "st
 """Fields with a reason or a state. If one of them differs from that of the last line of its kind, the line is written.
 Numbers in them are not compared."""
 SHAPE_CHARACTERS: Final = 200
-REASON_CHARACTERS_MAX: Final = 500  # so many of each field are compared
-CHANGES_MAX: Final = 30  # such lines of one kind per minute: a remote sender may invent reasons, or reconnect
-PRIORITIES: Final = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}  # of syslog
+FIELD_CHARACTERS_MAX: Final = 500  # so many of each field are compared
+CHANGE_LINES_MAX: Final = 30  # such lines of one kind per minute: a remote sender may invent reasons, or reconnect
+SYSLOG_PRIORITIES: Final = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}  # of syslog
 VALUE_CHARACTERS_MAX: Final = 2_000
 TRACE_CHARACTERS_MAX: Final = 8_000
 FRAMES_MAX: Final = 30
 # of lines that are not written yet: some 5,000, which is more than a gateway writes in an hour
-WAITING_BYTES_MAX: Final = 1 << 20
-CLOSE_S_MAX: Final = 1.0  # the end of a process waits this long until its last lines are written
+UNWRITTEN_BYTES_MAX: Final = 1 << 20
+LOGS_CLOSE_S_MAX: Final = 1.0  # the end of a process waits this long until its last lines are written
 WRITABLE_MS: Final = 1_000  # between checks whether a non-blocking descriptor can be written to again
 _SECRET: Final = re.compile(r"password|passwd|secret|credential|private_key|headers", re.IGNORECASE)
 _NUMBERS: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
@@ -148,7 +148,7 @@ def _is_journal(file: TextIO) -> bool:
 
 def _with_priority(_: Any, method: str, text: str) -> str:
     """Begins each line with its level as sd-daemon(3) wants it, for `journalctl -p`."""
-    prefix = f"<{PRIORITIES.get(method, PRIORITIES['error'])}>"
+    prefix = f"<{SYSLOG_PRIORITIES.get(method, SYSLOG_PRIORITIES['error'])}>"
     return prefix + text.replace("\n", f"\n{prefix}")
 
 
@@ -254,9 +254,9 @@ def _shape(text: str) -> str:
 def _reason(event: Event) -> Iterator[str]:
     for name in REASON:
         if name in event:
-            yield _NUMBERS.sub("#", str(event[name])[:REASON_CHARACTERS_MAX])
+            yield _NUMBERS.sub("#", str(event[name])[:FIELD_CHARACTERS_MAX])
     if (error := _error(event.get("exc_info"))) is not None:
-        yield _NUMBERS.sub("#", repr(error)[:REASON_CHARACTERS_MAX])
+        yield _NUMBERS.sub("#", repr(error)[:FIELD_CHARACTERS_MAX])
 
 
 class Repeats:
@@ -288,7 +288,7 @@ class Repeats:
                 elif kind is not None:
                     before = kind.taken()
                 self._kinds[key] = _Kind(now + PERIOD_S, reason)
-            elif kind.reason == reason or kind.changes >= CHANGES_MAX or key[1] is None:
+            elif kind.reason == reason or kind.changes >= CHANGE_LINES_MAX or key[1] is None:
                 kind.held_reason = reason
                 self._hold(kind, method, event, now)
             else:
@@ -310,12 +310,12 @@ class Repeats:
         key: tuple[Any, Any] = (text, whom)
         if key in self._kinds:
             return key, self._kinds[key]
-        if self._is_crowded(text) or len(self._kinds) >= KINDS_MAX:
+        if self._is_crowded(text) or len(self._kinds) >= LINE_KINDS_MAX:
             for one in [one for one, kind in self._kinds.items() if kind.until <= now and not kind.held]:
                 del self._kinds[one]
         if self._is_crowded(text):
             key = (text, None)
-        elif len(self._kinds) >= KINDS_MAX:
+        elif len(self._kinds) >= LINE_KINDS_MAX:
             key = (None, None)
         return key, self._kinds.get(key)
 
@@ -389,7 +389,7 @@ def _uncaught(
 class LogOutput:
     """A text file for structlog.PrintLogger. Writing does not block or raise. Any thread may write.
 
-    The descriptor stays open. Lines are counted that could not be written: OSError, or more than WAITING_BYTES_MAX.
+    The descriptor stays open. Lines are counted that could not be written: OSError, or more than UNWRITTEN_BYTES_MAX.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -406,7 +406,7 @@ class LogOutput:
     def write(self, text: str) -> int:
         data = text.encode(errors="backslashreplace")
         with self._changed:
-            if self._waiting_bytes + len(data) > WAITING_BYTES_MAX:
+            if self._waiting_bytes + len(data) > UNWRITTEN_BYTES_MAX:
                 self._count_lost(data)
                 return len(text)
             self._waiting.append(data)
@@ -420,9 +420,9 @@ class LogOutput:
         """The thread writes each line as soon as it can."""
 
     def close(self) -> None:
-        """Wait until all lines are written, at most CLOSE_S_MAX."""
+        """Wait until all lines are written, at most LOGS_CLOSE_S_MAX."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting and not self._is_writing, CLOSE_S_MAX)
+            self._changed.wait_for(lambda: not self._waiting and not self._is_writing, LOGS_CLOSE_S_MAX)
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name="log output", daemon=True)

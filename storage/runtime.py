@@ -46,7 +46,7 @@ J = TypeVar("J")
 Q = TypeVar("Q")
 A = TypeVar("A")
 
-BATCH_MAX: Final = 256
+WORK_BATCH_MAX: Final = 256
 WAITING_MAX = 20_000  # questions before a worker: some seconds of work; more are refused
 
 LOOK_MIN: Final = 8  # turns between two probes if probes bring jobs ...
@@ -101,7 +101,7 @@ class Worker(Generic[J]):
         name: str,
         work: Callable[[list[J]], None],
         *,
-        batch_max: int = BATCH_MAX,
+        batch_max: int = WORK_BATCH_MAX,
         weigh: Callable[[J], int] | None = None,
         gathering: Gathering | None = None,
         tick_s: float | None = None,

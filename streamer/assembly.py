@@ -56,8 +56,8 @@ from usubscription_client.interest import Interest
 
 FOLLOW_MS_MIN: Final = 500  # shortest and ...
 FOLLOW_MS_MAX: Final = 60_000  # ... longest pause between attempts to follow a history
-ANNOUNCEMENT_TTL_MS: Final = 5_000  # announcements are repeated
-DRAIN_MS_MAX: Final = 200  # for each hosted service to answer pending requests
+GATEWAY_ANNOUNCEMENT_TTL_MS: Final = 5_000  # announcements are repeated
+HOSTED_DRAIN_MS_MAX: Final = 200  # for each hosted service to answer pending requests
 
 
 log = structlog.get_logger()
@@ -122,7 +122,7 @@ class Assembly:
         raise_streams_max(self.limits.streams_cached_max)
         self.endpoints, self.rules = endpoints, Rules()
         self.home = self.endpoints[config.home.name]
-        self.local = LocalUriProvider(config.authority, building.ENTITY, building.VERSION)
+        self.local = LocalUriProvider(config.authority, ids.ENTITY, ids.VERSION)
         self.ready, self.stopping = asyncio.Event(), asyncio.Event()
         self.attached: dict[str, Attached] = {}  # by name of the endpoint
         # those of `attached`, for parts that serve all endpoints
@@ -156,7 +156,7 @@ class Assembly:
             bytes_max=self.limits.dead_letter_bytes_max,
             message_bytes_max=self.limits.message_bytes_max,
         )
-        self.usubscription = building.usubscription_of(config, self.hosted, runtime, DRAIN_MS_MAX)
+        self.usubscription = building.usubscription_of(config, self.hosted, runtime, HOSTED_DRAIN_MS_MAX)
         names = [endpoint.name for endpoint in self.endpoints]
         now = asyncio.get_running_loop().time
         self.new_stores = NewStores(self.logs.durable, names, self.usubscription, runtime.now_ms, now)
@@ -296,7 +296,7 @@ class Assembly:
             reply_bytes_max=self.limits.reply_bytes_max,
             replies_bytes_max=self.limits.replies_bytes_max,
             share=CALLERS_SHARE,
-            drain_ms_max=DRAIN_MS_MAX,
+            drain_ms_max=HOSTED_DRAIN_MS_MAX,
             followed_max=self.limits.followed_topics_max,
             window_bytes_max=self.limits.window_bytes_max,
             handing_over=self.handovers,
@@ -376,7 +376,7 @@ class Assembly:
 
     async def _announce(self, to: UUri, announcement: Message) -> None:
         topic = self.local.get_resource(ids.ANNOUNCEMENTS)
-        builder = UMessageBuilder.notification(topic, to).with_ttl(ANNOUNCEMENT_TTL_MS)
+        builder = UMessageBuilder.notification(topic, to).with_ttl(GATEWAY_ANNOUNCEMENT_TTL_MS)
         await self.hosted.send(builder.with_id(uuids.new()).pack(announcement))
 
     async def _publish(self, topic: UUri, payload: Message) -> None:

@@ -38,7 +38,7 @@ from transports import plugin as plugins
 from transports.base import TransportSettings
 from transports.certificates import CertificateFile
 from uprotocol import uri as uris
-from uprotocol.cache import STREAMS_MAX
+from uprotocol.cache import STREAMS_CACHED_MAX
 from uprotocol.core.ustreamer import ids
 from uprotocol.status import UStatusError
 from uprotocol.transport import MESSAGE_BYTES_MAX, Capability, LocalUriProvider, UTransport
@@ -51,8 +51,6 @@ from usubscription_client import EmbeddedInterest, InterestSource, ServiceIntere
 # messages a second to a network outside the vehicle. 20 vehicles that come back together send as much as one core
 # forwards, and each is far below its quota there (UNITS_PER_S)
 PACE_OUTSIDE_PER_S: Final = 1_000
-ENTITY: Final = 0x0004  # core.ustreamer
-VERSION: Final = 1
 RECENT_IDS: Final = 65_536  # read from the log at start, to recognise messages that a network delivers twice
 
 # memory_mib is divided among topics, queues and caches: every share stands here
@@ -84,7 +82,7 @@ class MemoryLimits:
     @property
     def streams_cached_max(self) -> int:
         """Maximum of streams in each cache (uprotocol.cache.raise_streams_max)."""
-        return max(STREAMS_MAX, self.topics_max // CACHED_SHARE)
+        return max(STREAMS_CACHED_MAX, self.topics_max // CACHED_SHARE)
 
     @property
     def authorities_max(self) -> int:
@@ -162,7 +160,7 @@ def make_transport(config: Config, section: EndpointSection) -> UTransport:
     """Returns the transport of an endpoint, not open. Raises UStatusError as `transports.plugin.create`."""
     named = [authority for authority in section.authorities if not uris.is_pattern(authority)]
     authority = config.authority if config.authority in named or not named else named[0]
-    return plugins.create(section.transport, section.settings, LocalUriProvider(authority, ENTITY, VERSION))
+    return plugins.create(section.transport, section.settings, LocalUriProvider(authority, ids.ENTITY, ids.VERSION))
 
 
 def transport_of(config: Config, section: EndpointSection) -> UTransport:
@@ -227,7 +225,7 @@ def neighbours_of(config: Config) -> list[str]:
 
 def entities_of(config: Config) -> list[int]:
     """Returns the ids of the hosted uEntities with methods."""
-    return [ENTITY, *([USUBSCRIPTION] if config.usubscription_of(config.home) == "embedded" else [])]
+    return [ids.ENTITY, *([USUBSCRIPTION] if config.usubscription_of(config.home) == "embedded" else [])]
 
 
 def interest_sources_of(
@@ -275,7 +273,7 @@ def remote_sources_of(
     return [
         ServiceInterest(
             hosted.toward(endpoint),
-            LocalUriProvider(config.authority, ENTITY, VERSION),
+            LocalUriProvider(config.authority, ids.ENTITY, ids.VERSION),
             authority,
             refresh_ms=int(config.usubscription.refresh_s * 1000),
             saved=saved_interest_of(config, authority),

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 
-NUMBER_MAX: Final = 2**63 - 1  # fits SQLite
+NUMBER_MAX: Final = (1 << 63) - 1  # fits SQLite
 SHOWN_CHARACTERS_MAX: Final = 64  # of a wrong argument, in the error
 
 

@@ -17,7 +17,7 @@ from uprotocol import uuid as uuids
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-GROUP: Final = "up_streamer.recovery"
+SOURCE_GROUP: Final = "up_streamer.recovery"
 
 _SHAPE: Final = 'PLUGIN = RecoveryPlugin("drive", DriveConfig, DriveSource)'
 
@@ -80,7 +80,7 @@ def _mistake(plugin: Any) -> str:
 
 
 SOURCES: Final = plugins.PluginKind(
-    "recovery source", GROUP, _mistake, RecoverySource, "streamer.recovery.source.RecoverySource", "docs/edge.md"
+    "recovery source", SOURCE_GROUP, _mistake, RecoverySource, "streamer.recovery.source.RecoverySource", "docs/edge.md"
 )
 
 

@@ -143,7 +143,7 @@ MIB, KIB = 1 << 20, 1 << 10
 NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("architecture", "the volatile log (# records behind)", 1, ["streamer.walk.flow:LAG_RECORDS_MAX"]),
     ("architecture", "and # every 20 ms", 1, ["streamer.walk.flow:SHARE_RECORDS"]),
-    ("architecture", "every # ms while we use less", 0.001, ["streamer.walk.flow:LOOK_S"]),
+    ("architecture", "every # ms while we use less", 0.001, ["streamer.walk.flow:MEASURE_S"]),
     ("architecture", "less than # of a processor", 1, ["streamer.walk.flow:BUSY"]),
     ("architecture", "can't send again, for up to # s", 1, ["streamer.walk.flow:HOLD_S"]),
     ("architecture", "waits, # s at most, until each linked node", 1, ["transports.zenoh.transport:FLUSH_S_MAX"]),
@@ -171,7 +171,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("configuration", "# seconds of it may come at once, and # seconds of what the durable log keeps", 1, [
         "streamer.walk.ledger:BURST_S", "streamer.walk.ledger:BACKLOG_S",
     ]),
-    ("following", "At most # histories are followed", 1, ["streamer.following.follows:FOLLOWED_MAX"]),
+    ("following", "At most # histories are followed", 1, ["streamer.following.follows:HISTORIES_FOLLOWED_MAX"]),
     ("following", "for # s, doubling to # s, after three misses", 1, [
         "history.reading.following:REST_S_MIN", "history.reading.following:REST_S_MAX",
     ]),
@@ -188,7 +188,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ]),
     ("following", "at most # publishers of one authority", 1, ["streamer.following.follows:PUBLISHERS_OF_ONE_MAX"]),
     ("following", "has answered nothing for # s", 1, ["streamer.following.sorting:SILENT_S"]),
-    ("following", "At the start, and every # s or so", 1, ["history.publisher:ANNOUNCE_S"]),
+    ("following", "At the start, and every # s or so", 1, ["history.publisher:PUBLISHER_ANNOUNCE_S"]),
     ("following", "follows the announced history, after # s at most", 1, ["streamer.following.follows:BEGIN_S_MAX"]),
     ("following", "every # s until it has taken over, every # s then", 1, [
         "streamer.following.handover:ANNOUNCE_S", "streamer.following.handover:ANNOUNCE_TAKEN_S",
@@ -252,7 +252,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("usubscription", "the ids of the last # commands", 1, ["usubscription.store.tables:HANDLED_MAX"]),
     ("usubscription", "at most # changes together", 1, ["usubscription.store.database:OUTBOX_CHANGES_MAX"]),
     ("usubscription", "tried again after # s doubling to # s", 1_000, [
-        "usubscription.notifier:RETRY_FIRST_MS", "usubscription.notifier:RETRY_MAX_MS",
+        "usubscription.notifier:NOTIFIER_RETRY_FIRST_MS", "usubscription.notifier:NOTIFIER_RETRY_MAX_MS",
     ]),
     ("usubscription", "Topics don't wait for each other: # of an authority are in flight at first, one more with each "
                       "answer up to #", 1, [
@@ -279,7 +279,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("mqtt5", "connection that has lasted # s", 1, ["transports.mqtt5.link:STEADY_S"]),
     ("mqtt5", "Three connections in a row that are lost within # s", 1, ["transports.mqtt5.link:BRIEF_S"]),
     ("configuration", "that came within a minute, # at least", 1, ["streamer.operating.states:MESSAGES_MIN"]),
-    ("configuration", "Beyond # such lines of a kind", 1, ["storage.logs:CHANGES_MAX"]),
+    ("configuration", "Beyond # such lines of a kind", 1, ["storage.logs:CHANGE_LINES_MAX"]),
     ("mqtt5", "beyond # waiting", 1, ["transports.mqtt5.receiving:UNACKNOWLEDGED_MESSAGES_MAX"]),
     ("mqtt5", "with 8,192 or # MiB of them", 1, ["transports.mqtt5.receiving:INBOX_BYTES_MAX/1048576"]),
     ("mqtt5", "After # s it is read nevertheless", 1, ["transports.mqtt5.receiving:PRESSED_S_MAX"]),
@@ -305,7 +305,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("dds-mapping", "KEEP_ALL, # samples (up to #,", 1, [
         "transports.dds.link:READER_SAMPLES_MIN", "transports.dds.link:READER_SAMPLES_MAX",
     ]),
-    ("dds-mapping", "free capacity in writers by # messages", 1, ["transports.dds.writers:WAITING_MESSAGES_MAX"]),
+    ("dds-mapping", "free capacity in writers by # messages", 1, ["transports.dds.writers:WRITES_WAITING_MAX"]),
     ("dds-mapping", "TRANSIENT_LOCAL, KEEP_LAST # for the writer", 1, ["transports.dds.roll_call:SEEN_DEPTH"]),
     ("dds-mapping", "at least #; infinite without ttl", 1, ["transports.dds.mapping:LIFESPAN_MS_MIN"]),
     ("dds-mapping", "nothing new for `discovery_quiet_ms` (#), after # s", 1, [
@@ -313,7 +313,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ]),
     ("dds-mapping", "announced the new reader, after # s at the latest", 1, ["transports.dds.readers:SEEN_S"]),
     ("dds-mapping", "each of our listeners waits # s for it in vain", 1, ["transports.dds.readers:SEEN_S"]),
-    ("dds-mapping", "for its lease (`lease_ms`, # s)", 1_000, ["transports.dds.config:LEASE_MS"]),
+    ("dds-mapping", "for its lease (`lease_ms`, # s)", 1_000, ["transports.dds.config:PARTICIPANT_LEASE_MS"]),
     ("dds-mapping", "at least every # s (Cyclone by itself", 1_000, ["transports.dds.config:ANNOUNCED_MS_MAX"]),
     ("dds-mapping", "takes up to # samples at a time", 1, ["transports.dds.link:TAKE_SAMPLES_MAX"]),
     ("dds-mapping", "may stand for up to # addresses", 1, ["transports.dds.config:ADDRESSES_PER_PEER_MAX"]),

@@ -47,6 +47,15 @@ POSITIONS: Final = {"read", "is_followed", "pushed_to", "progress", "after", "tr
     "wanted", "targets", "topics", "position", "until", "are_streams_found", "trying", "fresh", "heard"
 }  # fmt: skip
 NAMES_TWICE: Final[dict[str, str]] = {}  # name -> why it stands in two files
+_SERVER = "the default of an RPC server, and those of servers that have another one"
+CONSTANTS_TWICE: Final = {  # name -> why it stands in several files with different values
+    **dict.fromkeys(("REQUESTS_RUNNING_MAX", "RESPONSES_BATCH_MAX", "RESPONSES_WAITING_MAX"), _SERVER),
+    **dict.fromkeys(("K", "M", "T"), "variables of types"),
+    **dict.fromkeys(("APPLICATION_ID", "SCHEMA"), "of each store: SQLite's word, and ours for its tables"),
+    "PLUGIN": "the name that plugins are found by",
+    "COUNTED_MAX": "limits of counting what waits, of two rooms of the egress",
+    "WINDOW_BYTES_MAX": "what one reader may have on its way: a follower, and a pump",
+}
 CIRCLES: Final[dict[str, str]] = {}  # first module of a circle -> why
 ROOM_CIRCLES: Final = {  # rooms that import each other in a circle -> why
     "streamer.commands <-> streamer.commands.demo": "the demo is a command, and takes the options of commands",
@@ -59,6 +68,10 @@ def test_the_product_does_not_grow_unnoticed() -> None:
 
 def test_no_name_of_a_class_stands_in_two_files() -> None:
     assert set(house.names_twice(TREE)) == set(NAMES_TWICE)
+
+
+def test_a_name_of_a_constant_means_one_thing() -> None:
+    assert house.constants_twice(TREE).keys() <= CONSTANTS_TWICE.keys(), "say of what it is, or keep it in one place"
 
 
 def test_no_object_is_too_long_to_be_read() -> None:
@@ -163,6 +176,11 @@ def _write(tree: Path, **files: str) -> None:
 def test_names_that_stand_twice_are_found(tmp_path: Path) -> None:
     _write(tmp_path, one="class A:\n    class Inner: ...\nKey = tuple[int, str]\n", two="Key = bytes | None\nA = 3\n")
     assert house.names_twice(tmp_path) == {"Key": ["streamer/one.py", "streamer/two.py"]}
+
+
+def test_constants_with_different_values_are_found(tmp_path: Path) -> None:
+    _write(tmp_path, one="A = 1\nB: Final = 2\nC: int\n_D = 1\n", two="A: Final = 1\nB = 3\nC = 4\n_D = 2\n")
+    assert house.constants_twice(tmp_path) == {"B": ["streamer/one.py", "streamer/two.py"]}
 
 
 def test_an_object_is_counted_with_what_it_inherits(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ python -m tools.house [--tree DIR] [--walks] [--names]
 
 tree -> lines of each package (generated code aside), lines over 120 columns
      -> runs of ten lines that stand in two files
-     -> names of classes and type aliases that stand in two files
+     -> names of classes and type aliases that stand in two files, and of constants with different values
      -> objects of more than OBJECT_LINES_MAX lines: a class with those that it inherits from
      -> circles of imports, counting imports inside functions and those for types alone: of modules, and of rooms
         (a room is a folder, or a module at the root of a package), and pairs of rooms that import each other
@@ -117,6 +117,20 @@ def names_twice(tree: Path) -> dict[str, list[str]]:
         for name in sorted(set(_names(parsed(path)))):
             found[name].append(str(path.relative_to(tree)))
     return {name: files for name, files in sorted(found.items()) if len(files) > 1}
+
+
+def constants_twice(tree: Path) -> dict[str, list[str]]:
+    """Public constants that stand in several files with different values: name -> files."""
+    values: dict[str, dict[str, str]] = defaultdict(dict)
+    for path in sources(tree):
+        for statement in parsed(path).body:
+            match statement:
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)], value=value)
+                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+                ) if name.isupper() and not name.startswith("_"):
+                    values[name][str(path.relative_to(tree))] = ast.unparse(value)
+    return {name: list(files) for name, files in sorted(values.items()) if len(set(files.values())) > 1}
 
 
 def long_objects(tree: Path) -> dict[str, int]:
@@ -251,6 +265,8 @@ def show(tree: Path) -> None:
     print(f"{'all':<22}{total['files']:>6}{total['lines']:>8}{total['code']:>8}{total['over 120']:>10}")
     _show_list(f"places that share {SHARED_LINES} lines", shared_runs(tree))
     _show_list("names in two or more files", [f"{name}: {', '.join(at)}" for name, at in names_twice(tree).items()])
+    constants = [f"{name}: {', '.join(at)}" for name, at in constants_twice(tree).items()]
+    _show_list("constants with different values in two or more files", constants)
     objects = [f"{lines} {name}" for name, lines in long_objects(tree).items()]
     _show_list(f"objects above {OBJECT_LINES_MAX} lines", objects)
     _show_list("circles of imports between modules", [" <-> ".join(names) for names in module_circles(tree)])

@@ -45,7 +45,7 @@ BATCH_MAX: Final = 512  # messages in one batch; beyond it the cost per message 
 BATCH_BYTES_MAX: Final = 1 << 20
 
 GATHER_MIN: Final = 64  # with fewer waiting, and the last batch less than ...
-GATHER_S: Final = 0.0005  # ... so long ago, more are coming: wait for them. But only ...
+ARRIVALS_GATHER_S: Final = 0.0005  # ... so long ago, more are coming: wait for them. But only ...
 BUSY_PER_S: Final = 10_000  # ... while so many come per second, measured ...
 SPAN_S: Final = 0.01  # ... over so long: with fewer, latency is worth more than what a batch saves
 # while a batch is being taken (its commit is gathered, say), the next one is delivered so often, and as soon as the
@@ -323,9 +323,9 @@ class Arrivals(Generic[T]):
         if now < self._redeliver_at:  # what has come meanwhile waits behind what is delivered again
             self._loop.call_at(self._redeliver_at, self._drain, context=self._context)
             return
-        if self._busy and len(items) < GATHER_MIN and now - self._last_drain < GATHER_S:
+        if self._busy and len(items) < GATHER_MIN and now - self._last_drain < ARRIVALS_GATHER_S:
             self._last_drain = 0.0  # once only
-            self._loop.call_later(GATHER_S, self._drain, context=self._context)
+            self._loop.call_later(ARRIVALS_GATHER_S, self._drain, context=self._context)
             return
         self._last_drain, span = now, now - self._span_start
         if span > SPAN_S:

@@ -55,7 +55,7 @@ LAST_TAKEN_MS_MAX: Final = 2_000  # how long `close` waits for listeners to take
 log = structlog.get_logger()
 
 LOST: Final = UStatus(code=UCode.UNAVAILABLE, message="the connection is lost: try again when it is back")
-NOBODY: Final = nobody_listens("no member of the network listens at this address: send it again when one does")
+NOBODY_LISTENS: Final = nobody_listens("no member of the network listens at this address: send it again when one does")
 
 
 class Kept(deque[UMessage]):
@@ -155,7 +155,7 @@ class LocalNetwork:
             # there is no key or topic from which the receiver could complete it
             message = attrs.completed(message, sender.authority)
             if sender.connected and sender.tells_absence and self._is_unheard(sender, message, absent):
-                statuses.append(NOBODY)
+                statuses.append(NOBODY_LISTENS)
                 continue
             while sender.connected and self.full(sender):
                 self.freed.clear()

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import Final, TypeVar
 
-STREAMS_MAX: Final = 16_384  # the default; with all caches some 3 KB each
+STREAMS_CACHED_MAX: Final = 16_384  # the default; with all caches some 3 KB each
 
 K = TypeVar("K")
 V = TypeVar("V")
 
-streams_max = STREAMS_MAX  # entries of each cache of streams in this process
+streams_max = STREAMS_CACHED_MAX  # entries of each cache of streams in this process
 
 
 def raise_streams_max(streams: int) -> None:

@@ -27,10 +27,10 @@ from uprotocol.core.usubscription.wire import ENTITY_TYPE
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider
 from usubscription.inspect import utc_time
-from usubscription.remote import AUDIT_MS, TIMEOUT_MS
+from usubscription.remote import AUDIT_MS, REMOTE_TIMEOUT_MS
 from usubscription.service import MayReset, USubscriptionService
 
-SWITCH_INTERVAL_S: Final = 0.0002  # between threads: with Python's default of 5 ms the event loop waits for the writer
+SERVICE_SWITCH_INTERVAL_S: Final = 0.0002  # with Python's default of 5 ms the event loop waits for the writer
 GC_THRESHOLDS: Final = (50_000, 20, 50)  # requests create no cycles, and a collection delays them noticeably
 
 Ready = Callable[[dict[str, Any]], None]
@@ -52,7 +52,7 @@ class ServiceConfig(BaseModel):
     remote_majors: dict[str, int] = {}
     """version to speak to a remote authority, such as `{ vehicle1 = 3 }`; else that of the client that opened the
     link"""
-    remote_timeout_ms: int = Field(default=TIMEOUT_MS, ge=1)
+    remote_timeout_ms: int = Field(default=REMOTE_TIMEOUT_MS, ge=1)
     """of one remote command; 5 minutes in the specification"""
     reset: MayReset = "linked"
     """what a Reset ends. `linked`: a uSubscription service of another authority ends what it shares with this one.
@@ -135,7 +135,7 @@ def run(config: ServiceConfig, ready: Ready = lambda state: print(json.dumps(sta
 
 def serve_until_signalled(config: ServiceConfig, ready: Ready) -> None:
     """Serve until SIGTERM or SIGINT. Raises as `serve`."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    sys.setswitchinterval(SERVICE_SWITCH_INTERVAL_S)
     gc.set_threshold(*GC_THRESHOLDS)
 
     async def main() -> None:

@@ -45,7 +45,7 @@ CHANGES_BATCH_MAX: Final = 128  # some 400 messages: the next batch waits until 
 CHANGES_SLICE: Final = 16  # changes in one turn of the event loop, 1 ms, so that answers are not delayed
 WOKEN_AT_ONCE: Final = 16  # waiting commands that are woken in one turn: some 2 ms with what they do next
 # while changes follow each other, so that they are sent together: a single message costs ten times as much
-GATHER_MS: Final = 5
+NOTIFIER_GATHER_MS: Final = 5
 # how long changes wait while more requests are queued than one transaction takes: a change costs as much of the event
 # loop as an answer, for which a caller is waiting
 ANSWERS_FIRST_MS: Final = 1_000
@@ -53,8 +53,8 @@ ANSWERS_FIRST_MS: Final = 1_000
 NOTE_MS: Final = 200
 STORE_RETRY_FIRST_MS: Final = 200  # while the store can't be read or written; doubles up to ...
 STORE_RETRY_MAX_MS: Final = 5_000
-RETRY_FIRST_MS: Final = 200  # before the next try for a destination; doubles up to ...
-RETRY_MAX_MS: Final = 5_000  # ... while it accepts nothing
+NOTIFIER_RETRY_FIRST_MS: Final = 200  # before the next try for a destination; doubles up to ...
+NOTIFIER_RETRY_MAX_MS: Final = 5_000  # ... while it accepts nothing
 RETRY_GAP_MS: Final = 5  # between the tries of two destinations, so that thousands that are away don't block the loop
 HELD_BATCH_MAX: Final = 16  # changes of a destination that are sent at once while it catches up
 # tries of a change whose error is neither a permanent refusal nor a retryable one (eight minutes); then it is dropped
@@ -183,7 +183,7 @@ class ChangeSender:
 
 @dataclass(slots=True)
 class _Trouble:
-    backoff: Backoff = field(default_factory=lambda: Backoff(RETRY_FIRST_MS, RETRY_MAX_MS))
+    backoff: Backoff = field(default_factory=lambda: Backoff(NOTIFIER_RETRY_FIRST_MS, NOTIFIER_RETRY_MAX_MS))
     holding: int = 0  # Hold events that are not committed yet
     tries: int = 0  # of the oldest change
     # of the oldest changes, by number: a retry sends the same messages
@@ -208,7 +208,7 @@ class Troubles(CommandQueue[str, _Trouble]):
         if trouble is None:
             log.info("changes can't be sent now: they wait", destination=destination or "the own network")
             trouble = _Trouble()
-            self.put(destination, trouble, RETRY_FIRST_MS)
+            self.put(destination, trouble, NOTIFIER_RETRY_FIRST_MS)
         return trouble
 
     def retry_now(self) -> None:
@@ -349,9 +349,9 @@ class ChangeNotifier:
                 if not self._waiting:
                     await self._catch_up()
                     continue
-                is_soon = asyncio.get_running_loop().time() - self._last < GATHER_MS / 1000
+                is_soon = asyncio.get_running_loop().time() - self._last < NOTIFIER_GATHER_MS / 1000
                 if is_soon and len(self._waiting) < CHANGES_BATCH_MAX:
-                    await asyncio.sleep(GATHER_MS / 1000)
+                    await asyncio.sleep(NOTIFIER_GATHER_MS / 1000)
                 if not self._responses.lull.is_set():
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(ANSWERS_FIRST_MS / 1000):

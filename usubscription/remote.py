@@ -51,9 +51,9 @@ from usubscription.state import (
 )
 from usubscription.store.store import SubscriptionStore
 
-TIMEOUT_MS: Final = 300_000  # of one remote command: req~usubscription-remote-max-timeout~1
+REMOTE_TIMEOUT_MS: Final = 300_000  # of one remote command: req~usubscription-remote-max-timeout~1
 # a fleet that is away has some for each of its services; further commands are repeated after a back-off
-CALLS_PENDING_MAX: Final = 40_000
+REMOTE_CALLS_MAX: Final = 40_000
 AUDIT_MS: Final = 300_000  # between two audits of the remote services
 AUDIT_CALL_MS: Final = 10_000  # timeout of a page of an audit
 RECENT_MS: Final = 60_000  # how late a notification about an Unsubscribe may arrive
@@ -129,7 +129,7 @@ class Remote:
         store: SubscriptionStore,
         notifier: ChangeNotifier,
         *,
-        timeout_ms: int = TIMEOUT_MS,
+        timeout_ms: int = REMOTE_TIMEOUT_MS,
         audit_ms: int = AUDIT_MS,
         neighbours: Collection[str] = (),
         runtime: Runtime = REAL,
@@ -140,7 +140,7 @@ class Remote:
         self.random = runtime.rng.random
         self._locals = {major: LocalUriProvider(authority, ENTITY_TYPE, major) for major in CODECS}
         self._services = Services(
-            transport, self._locals, "*", self._on_change, strict=True, calls_pending_max=CALLS_PENDING_MAX
+            transport, self._locals, "*", self._on_change, strict=True, calls_pending_max=REMOTE_CALLS_MAX
         )
         self.commands: dict[str, AuthorityCommands] = {}
         self.fresh_calls = FreshCalls()

@@ -33,7 +33,7 @@ from typing import Any, Final, Literal
 import structlog
 from google.protobuf.message import Message
 
-from storage.runtime import BATCH_MAX, REAL, WAITING_MAX, Runtime
+from storage.runtime import REAL, WAITING_MAX, WORK_BATCH_MAX, Runtime
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcServer, RequestCheck, Responses
@@ -75,7 +75,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription.notifier import ChangeNotifier, ResponseTracker
-from usubscription.remote import AUDIT_MS, TIMEOUT_MS, Remote
+from usubscription.remote import AUDIT_MS, REMOTE_TIMEOUT_MS, Remote
 from usubscription.state import Change, Expire, Row
 from usubscription.store.database import (
     SUBSCRIPTIONS_MAX,
@@ -288,7 +288,7 @@ class CommandEntry:
         """Count `more` waiting requests of `who`; negative: they are answered."""
         self.waiting.add(who, more)
         lull = self._gate.responses.lull
-        if self.waiting.used > BATCH_MAX:
+        if self.waiting.used > WORK_BATCH_MAX:
             lull.clear()
         elif not self.waiting.used:
             lull.set()
@@ -307,7 +307,7 @@ class USubscriptionService:
         message_bytes_max: int = MESSAGE_BYTES_MAX,
         subscriptions_max: int = SUBSCRIPTIONS_MAX,
         remote_majors: dict[str, int] | None = None,
-        remote_timeout_ms: int = TIMEOUT_MS,
+        remote_timeout_ms: int = REMOTE_TIMEOUT_MS,
         audit_ms: int = AUDIT_MS,
         runtime: Runtime = REAL,
         drain_ms_max: int = DRAIN_MS_MAX,

@@ -56,7 +56,7 @@ class Want:
     since: LogPositions = FROM_THE_CURSOR
 
 
-NOBODY: Final[Mapping[str, Want]] = MappingProxyType({})
+NO_WANTS: Final[Mapping[str, Want]] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +110,7 @@ class InterestSource:
         """Which authorities have subscribed to exactly `topic`, which may be a pattern."""
         entry = self._topics.get(topic)
         if entry is None:
-            return NOBODY
+            return NO_WANTS
         if entry.wants is None:
             entry.wants = wants = dict[str, Want]()
             for (authority, *_), want in entry.subscribers.items():
@@ -281,7 +281,7 @@ def merge(parts: Sequence[Mapping[str, Want]]) -> Mapping[str, Want]:
     """The union of `parts`, with the smallest sample periods and the earliest positions."""
     filled = [part for part in parts if part]
     if len(filled) <= 1:
-        return filled[0] if filled else NOBODY
+        return filled[0] if filled else NO_WANTS
     merged = dict(filled[0])
     for part in filled[1:]:
         for authority, want in part.items():

@@ -47,8 +47,8 @@ from usubscription_client.interest import (
 
 # between fetches while the service answers: they only correct what lost notifications left out
 REFRESH_MS: Final = 60_000
-RETRY_FIRST_MS: Final = 500  # least time between two fetches; after a failure twice as long, which doubles up to ...
-RETRY_MAX_MS: Final = 15_000  # ... so that a service that is back is used soon
+FETCH_RETRY_FIRST_MS: Final = 500  # between two fetches; after a failure twice as long, which doubles up to ...
+FETCH_RETRY_MAX_MS: Final = 15_000  # ... so that a service that is back is used soon
 FORGET_CANDIDATES_MAX: Final = 64  # of the longest known topics, to find one that nobody wants
 # the service stores the same itself: this copy is only for the case that its file is damaged
 EMBEDDED_SAVE_DELAY_S: Final = 60.0
@@ -260,7 +260,7 @@ class ServiceInterest(InterestSource):
         return self.complete if self.can_list else uris.key(topic) in self._answered
 
     async def _run(self) -> None:
-        backoff = Backoff(2 * RETRY_FIRST_MS, RETRY_MAX_MS)
+        backoff = Backoff(2 * FETCH_RETRY_FIRST_MS, FETCH_RETRY_MAX_MS)
         loop = asyncio.get_running_loop()
         while True:
             self._news.clear()
@@ -268,7 +268,7 @@ class ServiceInterest(InterestSource):
                 await self._news.wait()
                 continue
             # a limit also for notifications, which cost their sender nothing
-            earliest = loop.time() + RETRY_FIRST_MS / 1000
+            earliest = loop.time() + FETCH_RETRY_FIRST_MS / 1000
             await self.refresh()
             self._first_answer.set()
             if self.healthy:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from transports.conformance.proxy import CHUNK_BYTES, TcpProxy, TcpStream
+from transports.conformance.proxy import PROXY_CHUNK_BYTES, TcpProxy, TcpStream
 
 Tap = Callable[[bytes], bytes]
 """Data of a read -> data to pass on, in one direction of one connection. Raises ConnectionError to reset it."""
@@ -57,7 +57,7 @@ class RoughProxy(TcpProxy):
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tap: Tap) -> None:
         try:
-            while data := await reader.read(CHUNK_BYTES):
+            while data := await reader.read(PROXY_CHUNK_BYTES):
                 await self._flowing.wait()
                 if writer not in self._ended:
                     writer.write(tap(data))

@@ -13,7 +13,7 @@ from campaigns.fuzz.registry import refusing, target
 from history.records.record import Record
 from streamer.edge.epoch_reader import cursor_in
 from streamer.edge.events import json_of
-from streamer.edge.positions import MARK, StreamStart, position_of, position_text
+from streamer.edge.positions import POSITION_MARK, StreamStart, position_of, position_text
 from streamer.edge.query import Query
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
@@ -36,7 +36,7 @@ def edge_query(data: bytes) -> None:
 @target
 def edge_position(data: bytes) -> None:
     """Octets, and the text of a position whose last octets they are."""
-    for text in (data.decode(errors="replace"), MARK + data.decode(errors="replace")):
+    for text in (data.decode(errors="replace"), POSITION_MARK + data.decode(errors="replace")):
         with refusing(INVALID):
             state = position_of(text)
             again = position_of(position_text(state))

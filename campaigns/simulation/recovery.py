@@ -157,7 +157,7 @@ def _create(settings: RestSettings) -> RecoverySource:
 
 
 PLUGIN: Final = RecoveryPlugin("simulated", RestSettings, _create)
-POINT: Final = EntryPoint("simulated", f"{__name__}:PLUGIN", sources.GROUP)
+POINT: Final = EntryPoint("simulated", f"{__name__}:PLUGIN", sources.SOURCE_GROUP)
 
 
 class RecoveryChecker:

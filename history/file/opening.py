@@ -56,7 +56,7 @@ from storage.runtime import Runtime
 
 HEADER_BYTES: Final = 100  # of an SQLite file, whose counters change; the description of the tables follows
 # the versions of SQLite's format for writing and reading; with any other version a file is read-only
-FORMATS: Final = (b"\1\1", b"\2\2")
+FILE_FORMATS: Final = (b"\1\1", b"\2\2")
 _CRC: Final = struct.Struct("<I")
 
 log = structlog.get_logger()
@@ -156,7 +156,7 @@ class Opening:
     def _check(self) -> None:
         with self.path.open("rb") as file:
             header = file.read(HEADER_BYTES)
-        if header and header[18:20] not in FORMATS:
+        if header and header[18:20] not in FILE_FORMATS:
             raise DamagedError("its header is damaged")
         if suspect_path(self.path).exists():
             raise DamagedError("it could not be written, because it is damaged")

@@ -36,7 +36,7 @@ PROGRESS_S: Final = 0.5  # between two progress lines
 # messages, and KiB of their payload, a second: below what a gateway takes of one vehicle while it is busy
 # (limits.authority_messages_per_s); what it drops above that, the network has told us that it took
 RATE_PER_S: Final = 4_000
-BATCH_MAX: Final = 256  # messages per send_batch
+SEND_BATCH_MAX: Final = 256  # messages per send_batch
 START_MS_MAX: Final = 4_102_444_800_000  # the year 2100; a larger value is probably in another unit
 
 
@@ -285,7 +285,7 @@ async def _send(
 ) -> None:
     """Sends the messages, no faster than `pace` in units. Raises the UStatusError of the first that is refused."""
     async with network.open() as transport:
-        while batch := list(itertools.islice(messages, BATCH_MAX)):
+        while batch := list(itertools.islice(messages, SEND_BATCH_MAX)):
             await pace.spend(sum(units_of(len(one.payload)) for one in batch))
             for message, status in zip(batch, await transport.send_batch(batch), strict=True):
                 if status.code:

@@ -33,8 +33,8 @@ from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-ENTITY: Final = 0x1_C11  # of the command line; the instance id distinguishes several of them
-VERSION: Final = 1
+CLIENT_ENTITY: Final = 0x1_C11  # of the command line; the instance id distinguishes several of them
+CLIENT_VERSION: Final = 1
 
 
 def endpoints(context: typer.Context, incomplete: str) -> list[str]:
@@ -70,7 +70,7 @@ class Where:
         str | None,
         typer.Option("--endpoint", "-e", help="... and this endpoint, if it has several.", autocompletion=endpoints),
     ] = None
-    entity: Annotated[str, typer.Option("--entity", help="Our uEntity id, hexadecimal.")] = f"{ENTITY:X}"
+    entity: Annotated[str, typer.Option("--entity", help="Our uEntity id, hexadecimal.")] = f"{CLIENT_ENTITY:X}"
 
     def network(self, authority: str | None = None, *, to: str = "") -> Network:
         """Returns the network. `authority`: default of --authority. `to`: an authority that is there; it says which of
@@ -235,11 +235,11 @@ class Network:
     transport: str
     authority: str
     settings: dict[str, Any] = field(default_factory=dict)
-    entity: int = ENTITY
+    entity: int = CLIENT_ENTITY
 
     @property
     def local(self) -> LocalUriProvider:
-        return LocalUriProvider(self.authority, self.entity, VERSION)
+        return LocalUriProvider(self.authority, self.entity, CLIENT_VERSION)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[UTransport]:

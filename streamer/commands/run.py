@@ -31,7 +31,7 @@ GC_THRESHOLDS: Final = (50_000, 20, 50)  # messages have no cycles; the default 
 START_BEAT_S: Final = 10.0  # each beat extends the start timeout by three: a start may wait for a full disk
 BEATS_TO_BE_LATE: Final = 3
 STATUS_CHARACTERS_MAX: Final = 400
-STARTING: Final = f"EXTEND_TIMEOUT_USEC={int(START_BEAT_S * BEATS_TO_BE_LATE * 1_000_000)}"
+MORE_TIME: Final = f"EXTEND_TIMEOUT_USEC={int(START_BEAT_S * BEATS_TO_BE_LATE * 1_000_000)}"
 
 log = structlog.get_logger()
 
@@ -154,7 +154,7 @@ class ServiceManager:
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._interval_s = interval_us / 1_000_000 / BEATS_TO_BE_LATE if watched and interval_us else 0.0
         self._beats: asyncio.Task[None] | None = None
-        self._state = STARTING
+        self._state = MORE_TIME
         self._hurry = asyncio.Event()  # set to send the next beat at once
         self._status: Callable[[], str] = lambda: "starting"
 
@@ -188,7 +188,7 @@ class ServiceManager:
                 lines = [self._state, f"STATUS={status}", *(["WATCHDOG=1"] if self._interval_s else [])]
                 with contextlib.suppress(OSError):  # the manager is not there, or its queue is full
                     manager.sendto("\n".join(lines).encode(), self._address)
-                pause_s = START_BEAT_S if self._state == STARTING or not self._interval_s else self._interval_s
+                pause_s = START_BEAT_S if self._state == MORE_TIME or not self._interval_s else self._interval_s
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause_s):
                         await self._hurry.wait()

@@ -30,7 +30,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 
 WATCH_S: Final = 1.0  # between two looks
 STOPPED: Final = "stopped"
-COLUMNS: Final = (
+STATUS_COLUMNS: Final = (
     *("endpoint", "state", "for", "in/s", "out/s", "waiting", "lag"),
     *("retries", "held", "lost", "last in", "last out"),
 )
@@ -104,7 +104,7 @@ def _drawn(found: dict[str, Any], endpoint: str | None, width: int | None) -> Re
         return Group(head, *([terminal.tabled("what waits", columns, rows, width)] if rows else []))
     parts: list[RenderableType] = [terminal.lined(_head(found))]
     rows = [_row(one, found["now"]) for one in found["endpoints"]]
-    parts.append(terminal.tabled("", COLUMNS, rows, width))
+    parts.append(terminal.tabled("", STATUS_COLUMNS, rows, width))
     if endpoint is not None:
         parts += _details(found["endpoints"][0], width)
     return Group(*parts, terminal.lined(_below(found)))

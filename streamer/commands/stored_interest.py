@@ -14,7 +14,7 @@ from streamer.config import Config
 from streamer.data_dir import SUBSCRIPTIONS_FILE
 from streamer.walk.endpoint import Endpoints
 from streamer.walk.view import Rules
-from streamer.walk.without_rule import TOPIC, Causes, WithoutRule
+from streamer.walk.without_rule import _TOPIC, Causes, WithoutRule
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.wire import Status, Subscription
 from uprotocol.status import UStatusError
@@ -38,7 +38,7 @@ def add_causes(config: Config, entries: Iterable[ViewEntry]) -> None:
     for entry in entries:
         topic, subscriber = uris.parse(entry["topic"]), uris.parse(entry["subscriber"])
         cause = causes.of(topic, subscriber.authority_name, is_ours=True)
-        text = None if cause is None else f"{cause.why}: {cause.remedy.replace(TOPIC, entry['topic'])}"
+        text = None if cause is None else f"{cause.why}: {cause.remedy.replace(_TOPIC, entry['topic'])}"
         entry["not_forwarded"] = text
 
 

@@ -18,8 +18,8 @@ from streamer.config.sections import Section
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
-RESTART: Final = " needs a restart"
-VALUE_CHARACTERS_MAX: Final = 120  # of one value in a line
+NEEDS_RESTART: Final = " needs a restart"
+CHANGED_CHARACTERS_MAX: Final = 120  # of one value in a line
 
 # Keys by which files on disk are named or were filled, and by which the memory was divided at the start
 RESTART_KEYS: Final = (
@@ -68,7 +68,7 @@ def differences(old: Config, new: Config) -> list[Difference]:
     """Returns the differences in the order of the sections; what needs a restart comes first. Raises as
     `appliable`."""
     needed = restarts(old, new)
-    kept = {one.what.removesuffix(RESTART) for one in needed}
+    kept = {one.what.removesuffix(NEEDS_RESTART) for one in needed}
     return [*needed, *(one for one in _found(old, appliable(old, new)) if one.what not in kept)]
 
 
@@ -89,7 +89,7 @@ def restarts(old: Config, new: Config) -> list[Difference]:
         found.append("usubscription.answers_for")
     if old.epochs != new.epochs:
         found.append("epochs")
-    return [Difference("!", what.partition(".")[0], "", what + RESTART) for what in found]
+    return [Difference("!", what.partition(".")[0], "", what + NEEDS_RESTART) for what in found]
 
 
 def appliable(old: Config, new: Config) -> Config:
@@ -180,9 +180,9 @@ def _listed(before: list[Any], after: list[Any]) -> str:
     parts = [*(f"-{_shown(one)}" for one in before if one not in after)]
     parts += [f"+{_shown(one)}" for one in after if one not in before]
     text = " ".join(parts) or "in another order"
-    return text if len(text) <= VALUE_CHARACTERS_MAX else text[:VALUE_CHARACTERS_MAX] + "..."
+    return text if len(text) <= CHANGED_CHARACTERS_MAX else text[:CHANGED_CHARACTERS_MAX] + "..."
 
 
 def _shown(value: Any) -> str:
     text = "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= VALUE_CHARACTERS_MAX else text[:VALUE_CHARACTERS_MAX] + "..."
+    return text if len(text) <= CHANGED_CHARACTERS_MAX else text[:CHANGED_CHARACTERS_MAX] + "..."

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from streamer.config.sections import NAME, HostPort, Section, TopicPattern, valid
+from streamer.config.sections import NAME_PATTERN, HostPort, Section, TopicPattern, valid
 from transports.certificates import CertificateFile
 from uprotocol import uri as uris
 from uprotocol.status import invalid
@@ -179,7 +179,7 @@ class RecoverySection(Section):
 
     topics: list[TopicPattern] = Field(min_length=1)
     """patterns of topics; a topic has one source. They are recorded"""
-    source: str = Field(default="http", pattern=NAME)
+    source: str = Field(default="http", pattern=NAME_PATTERN)
     """`http`, or an installed plugin of the group `up_streamer.recovery`"""
     timeout_s: float = Field(default=RECOVERY_TIMEOUT_S, gt=0, le=600, allow_inf_nan=False)
     """after a gap new messages of the topic wait so long for the source's answer; then the gap is reported, and they go

@@ -78,7 +78,7 @@ class Config(Section):
     @model_validator(mode="after")
     def check_coherence(self) -> Self:
         """Raises mistakes that involve several keys or sections, with the key of each."""
-        if mistakes := [mistake for check in CHECKS for mistake in check(self)]:
+        if mistakes := [mistake for check in CONFIG_CHECKS for mistake in check(self)]:
             text = "; ".join(what for what, _ in mistakes)
             raise PydanticCustomError("incoherent", "{text}", {"text": text, "mistakes": mistakes})
         return self
@@ -328,7 +328,7 @@ def _mistakes_of_recovery(config: Config) -> Iterator[tuple[str, Location]]:
                 yield f"recovery: {topic} has another source already: each topic has one", place
 
 
-CHECKS: Final = (
+CONFIG_CHECKS: Final = (
     _mistakes_of_admin,
     _mistakes_of_endpoints,
     _mistakes_of_rules,

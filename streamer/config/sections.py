@@ -28,7 +28,7 @@ GATHER_MS_MAX: Final = 100  # who waits longer for an acknowledgement believes i
 EPOCH_MS_MAX: Final = 7 * 24 * 3_600_000  # who has epochs of a week does not wait for their end
 MEMORY_MIB: Final = 512  # in addition to some 100 MiB of an idle streamer
 MIB_MAX: Final = 1 << 40  # an exbibyte: beyond any disk, and far from what an integer of SQLite holds
-NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 
 
 def valid(check: Callable[[str], object]) -> Callable[[str], str]:
@@ -166,7 +166,7 @@ class AdminSection(Section):
 class EndpointSection(Section):
     """One network and the authorities that live on it."""
 
-    name: str = Field(pattern=NAME)
+    name: str = Field(pattern=NAME_PATTERN)
     """in rules, metrics and messages, and the name under which the log keeps what waits for it. Rename an endpoint, and
     its backlog waits under the old name, unless `renamed_from` has that: see below"""
     transport: str
@@ -174,7 +174,7 @@ class EndpointSection(Section):
     authorities: list[AuthorityPattern] = Field(min_length=1)
     """who lives there; `"*.vin123"` are all that end so, `"*"` is every authority that no other endpoint names (the
     fleet side of a cloud gateway). An authority has one network"""
-    renamed_from: str | None = Field(default=None, pattern=NAME)
+    renamed_from: str | None = Field(default=None, pattern=NAME_PATTERN)
     """its name before: what waits under that name is carried over, in order, once, and so are its pauses"""
     suffix: Suffix | None = None
     """of an endpoint that leads off the vehicle: there our `ecu1` is `ecu1.SUFFIX`; `""` says that our names are unique
@@ -250,7 +250,7 @@ class EpochsSection(Section):
     """Topics that have epochs together: whoever reads them by epochs has all records of one, or none. They are
     recorded. See [epochs.md](epochs.md)."""
 
-    name: str = Field(pattern=NAME)
+    name: str = Field(pattern=NAME_PATTERN)
     """of the group, for its readers; groups of the same name on other gateways are of the same clock"""
     topics: list[TopicPattern] = Field(min_length=1)
     """patterns; a topic is in one group"""

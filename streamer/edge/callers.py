@@ -27,7 +27,7 @@ from uprotocol.v1.uri_pb2 import UUri
 
 COOKIE: Final = "up_token"
 CLIENT: Final = 0x8000  # the uEntity of clients where nothing else is configured
-LOOK_S: Final = 1.0  # between looks at the file of tokens
+TOKENS_LOOK_S: Final = 1.0  # between looks at the file of tokens
 PAGE_HEADERS: Final = ("Authorization", "Cache-Control", "Last-Event-ID")
 PREFLIGHT_S: Final = 600  # for so long a browser need not ask again whether it may
 
@@ -57,7 +57,7 @@ class Callers:
             before = self._tokens.found
             if await self._tokens.get() is not before:
                 on_change()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(TOKENS_LOOK_S)
 
     def conditions(self) -> Iterator[Condition]:
         if self._tokens is not None and self._tokens.trouble:

@@ -14,7 +14,7 @@ from aiohttp import web
 from history.reading.acceptor import Accepted, ReaderState
 from history.records.record import Positions
 from streamer.edge.events import id_line
-from streamer.edge.feeds import AGAIN, AGAIN_S, Feed, Feeds, HistoryReading
+from streamer.edge.feeds import AGAIN_S, BUSY_CODES, Feed, Feeds, HistoryReading
 from streamer.edge.positions import position_of, position_text
 from streamer.edge.query import Query
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import PollRequest
@@ -22,7 +22,7 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-WRITE_BYTES_MAX: Final = 64 << 10  # at once, to one client; an event is one piece of any size
+CLIENT_WRITE_BYTES_MAX: Final = 64 << 10  # at once, to one client; an event is one piece of any size
 SHORT_WAIT_MS: Final = 1_000
 
 
@@ -37,7 +37,7 @@ class Output:
     async def add(self, lines: bytes) -> None:
         self._lines.append(lines)
         self._bytes += len(lines)
-        if self._bytes > WRITE_BYTES_MAX:
+        if self._bytes > CLIENT_WRITE_BYTES_MAX:
             await self.flush()
 
     async def flush(self) -> None:
@@ -70,7 +70,7 @@ class StreamClient:
             try:
                 feed = await self._feeds.join(self._caller, self._query.topics, self._query.format)
             except UStatusError as error:
-                if error.code not in AGAIN:
+                if error.code not in BUSY_CODES:
                     return  # it may not read any more: the next request says so
                 await asyncio.sleep(AGAIN_S)
                 continue
@@ -79,7 +79,7 @@ class StreamClient:
                     await self._read_up_to(feed)
                     await self._follow(feed)
             except UStatusError as error:
-                if error.code not in AGAIN:
+                if error.code not in BUSY_CODES:
                     return
                 await asyncio.sleep(AGAIN_S)
             finally:

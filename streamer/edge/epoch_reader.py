@@ -18,7 +18,7 @@ from history.reading.client import HistoryClient
 from history.reading.subscriber import GaplessSubscriber, cursor_of
 from streamer.edge.clients import Output
 from streamer.edge.events import event_lines, gap_text, id_line, json_of
-from streamer.edge.feeds import READ_BYTES_MAX, ReadableHistory
+from streamer.edge.feeds import FEED_READ_BYTES_MAX, ReadableHistory
 from streamer.edge.positions import StreamStart, poll_of
 from streamer.edge.query import Query
 from uprotocol import uri as uris
@@ -66,7 +66,7 @@ class EpochReader:
             positions=since.state.positions,
             cursor=cursor,
             assembler=Assembler(query.topics, bytes_max=EPOCH_BYTES_MAX),
-            max_bytes=READ_BYTES_MAX,
+            max_bytes=FEED_READ_BYTES_MAX,
             on_gap=self._lost.append,
         )
 

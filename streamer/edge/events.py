@@ -58,7 +58,7 @@ def umessage_of(record: Record) -> str:
     return base64.b64encode(data).decode()
 
 
-FORMATS: Final[dict[str, Callable[[Record], str]]] = {"json": json_of, "umessage": umessage_of}
+EVENT_FORMATS: Final[dict[str, Callable[[Record], str]]] = {"json": json_of, "umessage": umessage_of}
 
 
 def payload_of(payload: bytes, format: int) -> dict[str, Any]:

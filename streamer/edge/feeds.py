@@ -21,7 +21,7 @@ import structlog
 from history.reading.acceptor import Accepted, Acceptor, ReaderState, went_back
 from history.records import witness
 from history.records.record import Positions
-from streamer.edge.events import FORMATS, event_lines, gap_text
+from streamer.edge.events import EVENT_FORMATS, event_lines, gap_text
 from streamer.edge.positions import poll_of, position_text
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import PollRequest, PollResponse
@@ -33,14 +33,14 @@ from uprotocol.v1.uri_pb2 import UUri
 KEPT_BYTES_MAX: Final = 512 << 10  # of the newest events of a feed
 ALL_KEPT_BYTES_MAX: Final = 64 << 20  # of all feeds together: with many of them each keeps less
 FEEDS_FREE: Final = 8  # of one caller of several, which read as fast as the log grows; more of them share a rate
-UNITS_PER_S: Final = 4_000  # that rate: records, and answers; encoding so many takes some third of a core
-READ_BYTES_MAX: Final = 64 << 10  # of records, in one answer for one client
-READ_RECORDS_MAX: Final = 500
+FEED_UNITS_PER_S: Final = 4_000  # that rate: records, and answers; encoding so many takes some third of a core
+CLIENT_READ_BYTES_MAX: Final = 64 << 10  # of records, in one answer for one client
+CLIENT_READ_RECORDS_MAX: Final = 500
 FEED_READ_BYTES_MAX: Final = 256 << 10
 FEED_READ_RECORDS_MAX: Final = 2_000
 WAIT_MS: Final = 30_000  # then the ids of idle clients are brought up to date
 AGAIN_S: Final = 1.0  # after an answer that was refused for lack of capacity
-AGAIN: Final = (UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE)
+BUSY_CODES: Final = (UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE)
 
 log = structlog.get_logger()
 
@@ -89,7 +89,7 @@ class HistoryReading:
     """Reads `topics` for one caller, behind a state that moves on."""
 
     def __init__(self, history: ReadableHistory, caller: UUri, topics: Sequence[UUri], format: str) -> None:
-        self._history, self._caller, self._topics, self.encode = history, caller, topics, FORMATS[format]
+        self._history, self._caller, self._topics, self.encode = history, caller, topics, EVENT_FORMATS[format]
         self._stamps = Stamps()
         self._acceptor = Acceptor(read=self._stamps.read)
         self._start = PollRequest()
@@ -103,10 +103,10 @@ class HistoryReading:
         self._acceptor = Acceptor(state=state, read=self._stamps.read)
         self._start = start
 
-    async def next(self, wait_ms: int = 0, bytes_max: int = READ_BYTES_MAX, records_max: int = 0) -> Accepted:
+    async def next(self, wait_ms: int = 0, bytes_max: int = CLIENT_READ_BYTES_MAX, records_max: int = 0) -> Accepted:
         """Returns what comes within `wait_ms`. Raises UStatusError."""
         asked = poll_of(self._topics, self.state, self._start)
-        asked.wait_ms, asked.max_bytes, asked.max_records = wait_ms, bytes_max, records_max or READ_RECORDS_MAX
+        asked.wait_ms, asked.max_bytes, asked.max_records = wait_ms, bytes_max, records_max or CLIENT_READ_RECORDS_MAX
         answer = await self._history.read(self._caller, asked)
         accepted = self._acceptor.accept(answer)
         self._start = PollRequest(earliest=True)  # a log that appears later is new
@@ -149,7 +149,7 @@ class SharedRate:
         if self.feeds <= FEEDS_FREE:
             return 0.0
         now = asyncio.get_running_loop().time()
-        self._next = max(self._next, now) + units / UNITS_PER_S
+        self._next = max(self._next, now) + units / FEED_UNITS_PER_S
         return self._next - now
 
 
@@ -239,7 +239,7 @@ class Feed:
         try:
             accepted = await self._reading.next(WAIT_MS, FEED_READ_BYTES_MAX, FEED_READ_RECORDS_MAX)
         except UStatusError as error:
-            if error.code not in AGAIN:
+            if error.code not in BUSY_CODES:
                 raise
             await asyncio.sleep(AGAIN_S)
             return 0

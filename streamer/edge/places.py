@@ -12,7 +12,7 @@ import structlog
 
 from streamer.reporting import Sample, each
 
-KINDS: Final = ("stream", "poll", "held_stream", "held_response")  # of clients
+CLIENT_KINDS: Final = ("stream", "poll", "held_stream", "held_response")  # of clients
 
 log = structlog.get_logger()
 
@@ -26,7 +26,7 @@ class Places:
         self._clients_max, self._each_max = clients_max, each_max
         self._of_each = Counter[str]()
         self._taken: dict[asyncio.Task[object], Callable[[], bool]] = {}  # is it still allowed?
-        self.count = Counter[str](dict.fromkeys(KINDS, 0))
+        self.count = Counter[str](dict.fromkeys(CLIENT_KINDS, 0))
         self.refused = Counter[str]()
         self.events = Counter[str]()  # by kind of client
 

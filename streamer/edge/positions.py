@@ -22,7 +22,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import PollRequest
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.uri_pb2 import UUri
 
-MARK: Final = "p"
+POSITION_MARK: Final = "p"
 LOGS_MAX: Final = 16  # a streamer has two; others have ended
 TEXT_MAX: Final = 2_048
 
@@ -45,12 +45,12 @@ def position_text(state: ReaderState) -> str:
         has_digest = len(digest) == DIGEST_BYTES
         flags = _IDLE * (incarnation in state.idle) | _HAS_DIGEST * has_digest
         parts.append(incarnation + bytes([flags]) + seq.to_bytes(8, "big") + digest * has_digest)
-    return MARK + base64.urlsafe_b64encode(b"".join(parts)).rstrip(b"=").decode()
+    return POSITION_MARK + base64.urlsafe_b64encode(b"".join(parts)).rstrip(b"=").decode()
 
 
 def position_of(text: str) -> ReaderState:
     """Returns the state of a text that `position_text` made. Raises INVALID_ARGUMENT."""
-    if not text.startswith(MARK) or len(text) > TEXT_MAX:
+    if not text.startswith(POSITION_MARK) or len(text) > TEXT_MAX:
         raise invalid(f"{EXPECTED}, got {text[:80]!r}")
     try:
         data = base64.b64decode(text[1:] + "=" * (-(len(text) - 1) % 4), altchars=b"-_", validate=True)
@@ -93,7 +93,7 @@ class StreamStart:
             return cls(start=PollRequest(latest=True))
         if text == "earliest":
             return cls(start=PollRequest(earliest=True))
-        if text.startswith(MARK):
+        if text.startswith(POSITION_MARK):
             return cls(position_of(text), PollRequest(earliest=True))
         if re.fullmatch(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}", text):
             try:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from streamer.edge.events import FORMATS
+from streamer.edge.events import EVENT_FORMATS
 from uprotocol import uri as uris
 from uprotocol.status import invalid
 from uprotocol.v1.uri_pb2 import UUri
 
-TOPICS_MAX: Final = 64  # of one request
+QUERY_TOPICS_MAX: Final = 64  # of one request
 PAGE_RECORDS_MAX: Final = 10_000  # of `mode=poll`
 PAGE_RECORDS: Final = 500
-WAIT_MS_MAX: Final = 60_000
+QUERY_WAIT_MS_MAX: Final = 60_000
 _KNOWN: Final = ("topic", "since", "format", "mode", "max", "wait", "epochs")
 
 
@@ -39,8 +39,8 @@ class Query:
                 raise invalid(f"unknown parameter {name[:80]!r}; known: {', '.join(_KNOWN)}")
             values.setdefault(name, []).append(value)
         topics = values.pop("topic", [])
-        if not topics or len(topics) > TOPICS_MAX:
-            raise invalid(f"expected topic=up://AUTHORITY/ENTITY/VERSION/RESOURCE, 1 to {TOPICS_MAX} times")
+        if not topics or len(topics) > QUERY_TOPICS_MAX:
+            raise invalid(f"expected topic=up://AUTHORITY/ENTITY/VERSION/RESOURCE, 1 to {QUERY_TOPICS_MAX} times")
         if twice := [name for name, several in values.items() if len(several) > 1]:
             raise invalid(f"expected {twice[0]} once, got it {len(values[twice[0]])} times")
         one = {name: value for name, (value,) in values.items()}
@@ -53,10 +53,10 @@ class Query:
         return cls(
             tuple(uris.parse(topic) for topic in topics),
             last_event_id or one.get("since", ""),
-            _choice(one, "format", tuple(FORMATS)),
+            _choice(one, "format", tuple(EVENT_FORMATS)),
             "poll" if mode == "poll" else "stream",
             _number(one, "max", 1, PAGE_RECORDS_MAX, PAGE_RECORDS),
-            _number(one, "wait", 0, WAIT_MS_MAX, 0),
+            _number(one, "wait", 0, QUERY_WAIT_MS_MAX, 0),
             is_atomic,
         )
 

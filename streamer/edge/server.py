@@ -24,12 +24,13 @@ from streamer.edge.callers import Callers
 from streamer.edge.places import Places
 from streamer.http.hosts import host_of, is_known_host
 from streamer.http.lines import SERVER, Latest, Limits, Line, Lines, Listener, SeldomLog, latest_tls
+from streamer.http.statuses import RETRY_LATER, STATUSES
 from streamer.reporting import Condition, Sample
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
-STREAM: Final = "/stream"
-PUBLISH: Final = "/publish/"
+STREAM_PATH: Final = "/stream"
+PUBLISH_PATH: Final = "/publish/"
 HEAD_BYTES_MAX: Final = 16_384  # a usual one has 1 KiB; tokens and long lists of topics
 HEAD_S: Final = 5.0  # for TLS, and for the head of a request
 IDLE_S: Final = 15  # between two requests of a connection
@@ -41,23 +42,14 @@ PUBLISH_BODIES_BYTES_MAX: Final = 16 << 20  # of publishers; each takes up to te
 SMALL_BYTES_MAX: Final = 16 << 10  # a body that needs no such room, so that large ones do not keep small ones out
 LINGER_S: Final = 1.0  # reads the rest of a body that was refused, so that its sender gets the answer
 SPARE: Final = 256  # connections beyond clients_max: short requests, and those that are told to come back later
-PUBLISHERS_MAX: Final = 256  # connections
+PUBLISHERS_CONNECTED_MAX: Final = 256  # connections
 FILES_SPARE: Final = 256  # open files for everything but connections: logs, networks
-CLOSE_S_MAX: Final = 0.25  # for answers in progress; a part of SERVICES_CLOSE_S, as the next one
-CUT_S_MAX: Final = 0.1  # for what was cancelled
+EDGE_CLOSE_S_MAX: Final = 0.25  # for answers in progress; a part of SERVICES_CLOSE_S, as the next one
+CANCELLED_S_MAX: Final = 0.1  # for what was cancelled
 PATH_SHOWN_MAX: Final = 200  # characters in the log
-RETRY_S: Final = 1
 
 # a handler's errors; each other is answered 500, and logged
-STATUSES: Final = {
-    UCode.INVALID_ARGUMENT: 400,
-    UCode.UNAUTHENTICATED: 401,
-    UCode.PERMISSION_DENIED: 403,
-    UCode.NOT_FOUND: 404,
-    UCode.RESOURCE_EXHAUSTED: 503,
-    UCode.UNAVAILABLE: 503,
-    UCode.DEADLINE_EXCEEDED: 504,
-}
+EDGE_STATUSES: Final = {**STATUSES, UCode.RESOURCE_EXHAUSTED: 503}  # of the gateway, not of the client alone
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -101,7 +93,7 @@ class HttpServer:
             lingering_time=LINGER_S,
             auto_decompress=False,  # a backend gets the body as it was sent
             handler_cancellation=self._cancels,
-            shutdown_timeout=CUT_S_MAX,
+            shutdown_timeout=CANCELLED_S_MAX,
         )
 
     async def close(self) -> None:
@@ -111,7 +103,7 @@ class HttpServer:
         self._listener.refuse_more()
         self._places.end()
         if self._running:
-            await asyncio.wait(self._running, timeout=CLOSE_S_MAX)
+            await asyncio.wait(self._running, timeout=EDGE_CLOSE_S_MAX)
         await self._listener.close()
 
     @property
@@ -138,10 +130,10 @@ class HttpServer:
         except (web.HTTPException, ConnectionError):
             raise
         except UStatusError as error:
-            status = STATUSES.get(error.code)
+            status = EDGE_STATUSES.get(error.code)
             if status is None:
                 return self._failed(request, line)
-            headers = {"Retry-After": str(RETRY_S)} if status == 503 else {}
+            headers = RETRY_LATER if status == 503 else {}
             return web.Response(status=status, text=f"{error.message}\n", headers=headers)
         except Exception:
             return self._failed(request, line)
@@ -165,7 +157,7 @@ class HttpServer:
             raise web.HTTPRequestEntityTooLarge(size_max, size, text=f"expected a body of at most {size_max} bytes\n")
         if size > SMALL_BYTES_MAX and self._bodies_bytes + size > self.bodies_bytes_max:
             self._places.refused["bodies"] += 1
-            raise web.HTTPServiceUnavailable(text="too many requests at once\n", headers={"Retry-After": str(RETRY_S)})
+            raise web.HTTPServiceUnavailable(text="too many requests at once\n", headers=RETRY_LATER)
         self._bodies_bytes += size
         try:
             yield
@@ -216,20 +208,20 @@ class EdgeServer:
         await self.http_server.close()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        if request.path != STREAM:
+        if request.path != STREAM_PATH:
             self._callers.check_host(request)  # who may ask, and from which page, is the backend's to say
             if self._proxied is None:
-                raise web.HTTPNotFound(text=f"there is GET {STREAM}\n")
+                raise web.HTTPNotFound(text=f"there is GET {STREAM_PATH}\n")
             return await self._proxied(request)
         if request.method == "OPTIONS":
             self._callers.check_host(request)
             return self._callers.preflight(request)
         if request.method != "GET":
-            raise web.HTTPMethodNotAllowed(request.method, ["GET", "OPTIONS"], text=f"{STREAM}: GET only\n")
+            raise web.HTTPMethodNotAllowed(request.method, ["GET", "OPTIONS"], text=f"{STREAM_PATH}: GET only\n")
         return await self._stream(request)
 
     def _let_pages_read(self, request: web.Request, response: web.StreamResponse) -> None:
-        if request.path == STREAM:
+        if request.path == STREAM_PATH:
             response.headers.update(self._callers.cors(request))
 
     def conditions(self) -> Iterator[Condition]:
@@ -246,7 +238,7 @@ class PublishServer:
         assert grip.publish is not None
         self._grip, self._publish, self._places = grip, publish, places
         self._hosts = [grip.publish.rpartition(":")[0]]
-        limits = Limits(PUBLISHERS_MAX, HEAD_BYTES_MAX, HEAD_S, PUBLISH_BYTES_MAX, BODY_S, BODY_S)
+        limits = Limits(PUBLISHERS_CONNECTED_MAX, HEAD_BYTES_MAX, HEAD_S, PUBLISH_BYTES_MAX, BODY_S, BODY_S)
         # what has begun is committed, though its publisher has gone
         self._server = HttpServer("grip.publish", grip.publish, limits, self._answer, places, cancels=False)
         self._server.bodies_bytes_max = PUBLISH_BODIES_BYTES_MAX
@@ -261,10 +253,10 @@ class PublishServer:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if self._grip.publish_key_file is None:
             self._refuse_browsers(request)
-        if request.path not in (PUBLISH, PUBLISH.rstrip("/")):
-            raise web.HTTPNotFound(text=f"there is POST {PUBLISH}\n")
+        if request.path not in (PUBLISH_PATH, PUBLISH_PATH.rstrip("/")):
+            raise web.HTTPNotFound(text=f"there is POST {PUBLISH_PATH}\n")
         if request.method != "POST":
-            raise web.HTTPMethodNotAllowed(request.method, ["POST"], text=f"{PUBLISH}: POST only\n")
+            raise web.HTTPMethodNotAllowed(request.method, ["POST"], text=f"{PUBLISH_PATH}: POST only\n")
         return await self._publish(request)
 
     def _refuse_browsers(self, request: web.Request) -> None:

@@ -23,11 +23,12 @@ from streamer.config.edge import HttpSection
 from streamer.edge.clients import Output, StreamClient
 from streamer.edge.epoch_reader import EpochReader
 from streamer.edge.events import gap_of
-from streamer.edge.feeds import AGAIN, Feeds, ReadableHistory
+from streamer.edge.feeds import BUSY_CODES, Feeds, ReadableHistory
 from streamer.edge.places import Places
 from streamer.edge.positions import StreamStart, position_text
 from streamer.edge.query import Query
 from streamer.http.lines import SeldomLog
+from streamer.http.statuses import STATUSES
 from streamer.reporting import Sample
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
@@ -36,12 +37,6 @@ from uprotocol.v1.uri_pb2 import UUri
 
 RETRY_MS: Final = 5_000  # then a client that found no capacity comes back
 EPOCH_CLIENTS_MAX: Final = 64  # each may hold epoch_reader.EPOCH_BYTES_MAX
-_CODES: Final[dict[int, int]] = {
-    UCode.INVALID_ARGUMENT: 400,
-    UCode.PERMISSION_DENIED: 403,
-    UCode.RESOURCE_EXHAUSTED: 429,
-    UCode.UNAVAILABLE: 503,
-}
 
 log = structlog.get_logger()
 
@@ -90,12 +85,12 @@ class HttpStreams:
                 return await self._page(caller, query)
             return await self._stream(request, caller, query)
         except UStatusError as error:
-            if error.code in AGAIN:
+            if error.code in BUSY_CODES:
                 self._places.turned_away("overload", error.message)
                 if not is_poll:
                     return await self._come_back(request)
-            status = _CODES.get(error.code, 500)
-            headers = {"Retry-After": str(RETRY_MS // 1000)} if error.code in AGAIN else None
+            status = STATUSES.get(error.code, 500)
+            headers = {"Retry-After": str(RETRY_MS // 1000)} if error.code in BUSY_CODES else None
             return web.Response(status=status, text=f"{error.message}\n", headers=headers)
 
     async def _come_back(self, request: web.Request) -> web.StreamResponse:

@@ -52,12 +52,12 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
 
-PENDING_BYTES_MAX: Final = 4 << 20  # accepted and not committed, of one service, plus one answer
+UNCOMMITTED_BYTES_MAX: Final = 4 << 20  # accepted and not committed, of one service, plus one answer
 CAUGHT_UP_S: Final = 30.0  # longest wait for messages from before we followed that the log has refused
 # such a history can't be followed for some time; until then plain copies are stored
 REFUSALS: Final = (UCode.PERMISSION_DENIED, UCode.UNIMPLEMENTED, UCode.INVALID_ARGUMENT)
 COVERED: Final = "topics of "  # prefix of the key of topics that were followed up to the position without a hole
-NAMED_MAX: Final = 1_000  # patterns of a Beginning; with more, a reader considers fewer epochs complete than are
+PATTERNS_NAMED_MAX: Final = 1_000  # patterns of a Beginning; with more, readers see fewer complete epochs
 DENIED_LOGGED_MAX: Final = 100  # log lines about topics that we may not read
 
 log = structlog.get_logger()
@@ -256,10 +256,10 @@ class Followed:
         return b"" if self._withheld else self._covered.digest
 
     def _beginning(self, topics: Sequence[UUri], but: Sequence[UUri] = ()) -> Beginning:
-        if len(topics) > NAMED_MAX:
+        if len(topics) > PATTERNS_NAMED_MAX:
             topics, but = [uris.ANY], []
         self._unreported += 1
-        return Beginning(topics=topics, service=self.service, but=but[:NAMED_MAX])
+        return Beginning(topics=topics, service=self.service, but=but[:PATTERNS_NAMED_MAX])
 
     def _narrowed(self, pattern: UUri) -> list[UUri]:
         """Returns `pattern`, limited to what this history may have."""
@@ -432,7 +432,7 @@ class Followed:
         storing.add_done_callback(lambda _: following.check_now())
         try:
             while True:
-                while self._pending.bytes > PENDING_BYTES_MAX and not storing.done():
+                while self._pending.bytes > UNCOMMITTED_BYTES_MAX and not storing.done():
                     self._capacity_freed.clear()
                     await self._capacity_freed.wait()
                 if storing.done():

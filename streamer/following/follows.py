@@ -43,15 +43,15 @@ from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest, Topics
 
 # of a conversation, or that there is none any more; values of a label of the metrics
-STATES: Final = ("handed_over", "beside_copies", "away", "ended")
+FOLLOWING_STATES: Final = ("handed_over", "beside_copies", "away", "ended")
 ENDED_MAX: Final = 1_000  # positions in histories that are not followed any more, some 600 bytes each
-FOLLOWED_MAX: Final = 4_096  # services: a fleet behind one gateway; each has a task and positions
+HISTORIES_FOLLOWED_MAX: Final = 4_096  # services: a fleet behind one gateway; each has a task and positions
 # of one authority, found by announcements: a vehicle has some publishers with a history of their own
 PUBLISHERS_OF_ONE_MAX: Final = 64
 # announced publishers that are remembered until somebody wants a topic of theirs; others announce themselves again
 IDLE_MAX: Final = 4_096
 BEGIN_S_MAX: Final = 2.0  # a Subscribe waits so long for a new history to be followed; its caller waits longer
-OTHERS: Final = "@"  # begins the keys of positions that other parts keep in the log
+OTHER_PARTS: Final = "@"  # begins the keys of positions that other parts keep in the log
 RUSHED_S: Final = 60.0  # no Subscribe waits for so long after one that waited in vain: all others wait behind it
 
 GATEWAYS: Final = uris.uri(uris.WILDCARD_AUTHORITY, ids.ENTITY, ids.VERSION, ids.ANNOUNCEMENTS)
@@ -89,7 +89,7 @@ class Follows(Intake, UListener, Reporter):
         self._is_running = self._is_stopped = False
         self._waits = set[asyncio.Timeout]()  # of answers, for the position in a history
         self._to_run: dict[str, Callable[[], Coroutine[None, None, None]]] = {}
-        self._refused = 0  # announced histories beyond FOLLOWED_MAX
+        self._refused = 0  # announced histories beyond HISTORIES_FOLLOWED_MAX
         self._ended = _EndedPositions()
 
     def __repr__(self) -> str:
@@ -227,10 +227,10 @@ class Follows(Intake, UListener, Reporter):
         followed = Followed(self, service, endpoint, follow)
         if followed.key in self._followed:
             return
-        if len(self._followed) >= FOLLOWED_MAX:
+        if len(self._followed) >= HISTORIES_FOLLOWED_MAX:
             self._refused += 1
             if self._refused == 1:
-                log.error("no more histories can be followed", limit=FOLLOWED_MAX, service=followed.key)
+                log.error("no more histories can be followed", limit=HISTORIES_FOLLOWED_MAX, service=followed.key)
             return
         self._ended.keys.pop(followed.key, None)
         self._followed[followed.key] = followed
@@ -385,7 +385,7 @@ class Follows(Intake, UListener, Reporter):
             there = [one for one in self if one.endpoint is endpoint]
             states = Counter[str](one.state for one in there)
             states["ended"] = sum(key.startswith(f"{endpoint.name}:") for key in self._ended.keys)
-            shown = [state for state in STATES if there or states["ended"]]
+            shown = [state for state in FOLLOWING_STATES if there or states["ended"]]
             yield from each("followed", (endpoint.name,), {state: states[state] for state in shown})
             became = sum((one.counts for one in there), Counter[str]())
             yield from each("followed_records", (endpoint.name,), became)
@@ -405,14 +405,14 @@ class Follows(Intake, UListener, Reporter):
                 what = f"{uris.format(followed.service)} can't be followed: {followed.trouble}"
                 yield Condition(what, followed.endpoint.name)
         if self._refused:
-            yield Condition(f"more than {FOLLOWED_MAX} histories are to be followed, which is the limit")
+            yield Condition(f"more than {HISTORIES_FOLLOWED_MAX} histories are to be followed, which is the limit")
 
 
 def _of_former_names(followed: FollowedLogs, endpoints: Endpoints) -> Iterator[tuple[str, str]]:
     """Yields the key and the service of each position at an endpoint that is not configured any more."""
     for key in followed.positions():
         name, _, service = key.partition(":")
-        if not key.startswith((COVERED, OTHERS)) and name not in endpoints:
+        if not key.startswith((COVERED, OTHER_PARTS)) and name not in endpoints:
             yield key, service
 
 

@@ -20,7 +20,7 @@ from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
 from uprotocol.v1.uri_pb2 import UUri
 
-EVERYTHING: Final = uris.key(uris.ANY)[1:]  # of an authority
+EVERY_TOPIC: Final = uris.key(uris.ANY)[1:]  # of an authority
 SCANNED_MAX: Final = 1_024  # subscriptions that are compared with one pattern, some 4 ms
 
 
@@ -37,7 +37,7 @@ class TopicsKept:
     def keeps(self, topic: UUri, sees: Callable[[UUri], bool]) -> bool:
         """Returns whether messages of a topic, or of anything that a pattern matches, enter the logs. `sees(topic)`:
         whether the caller may know of a topic."""
-        if topic.ue_id & 0xFFFF == ids.ENTITY or uris.key(topic)[1:] == EVERYTHING:
+        if topic.ue_id & 0xFFFF == ids.ENTITY or uris.key(topic)[1:] == EVERY_TOPIC:
             return True  # frontiers and beginnings, of histories themselves; or whatever there is
         if any(uris.meets(one, topic) for one in (*self._logs.record, *self._follows.named_topics())):
             return True

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from streamer.grip.link import Links
 
 KEY: Final = "@channel:"  # and the name of a channel: its last ids in the log
-PENDING_BYTES_MAX: Final = 32 << 20  # of all items that are not answered yet; beyond it publishers come back later
+PENDING_SIZE_MAX: Final = 32 << 20  # of items that are not answered yet; with more, publishers come back later
 PENDING_ITEMS_MAX = 20_000
 RECOVERY_S_MAX = 15.0  # for all pages of a link
-REST = 4  # a link that has failed is not asked for so many times as long as it took: items wait meanwhile
+REST_FACTOR = 4  # a link that has failed is not asked for so many times as long as it took: items wait meanwhile
 KNOWN_SHOWN_MAX: Final = 10  # names of channels in an error
 
-COUNTED: Final = ("items", "repeats", "gaps", "recovered", "refused", "overload")
+ITEM_COUNTERS: Final = ("items", "repeats", "gaps", "recovered", "refused", "overload")
 AppendTo = Callable[[Log, list[int], list[EncodedMessage], FollowedFrom], Awaitable[None]]
 OnItem = Callable[[Item], None]
 OnMissing = Callable[[str, UUri, str], None]  # name of the channel, its topic, what is missing
@@ -181,7 +181,7 @@ class Channel:
         loop, recovered = asyncio.get_running_loop(), None
         if self.link is not None and (begin := loop.time()) >= self._asks_after:
             recovered = await self._recovered()
-            self._asks_after = loop.time() + REST * (loop.time() - begin) if self.trouble else 0.0
+            self._asks_after = loop.time() + REST_FACTOR * (loop.time() - begin) if self.trouble else 0.0
         if recovered is None:
             await self._store([], self._sequencer.expire(loop.time()))
             return
@@ -293,7 +293,7 @@ class Channels:
         if self._is_closed:
             raise _stopped()
         size = sum(item.size for item in items)
-        many = self._pending_items + len(items) > PENDING_ITEMS_MAX or self._pending_bytes + size > PENDING_BYTES_MAX
+        many = self._pending_items + len(items) > PENDING_ITEMS_MAX or self._pending_bytes + size > PENDING_SIZE_MAX
         if many and self._pending_items:
             self.counts["overload"] += len(items)
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._pending_items} items wait already: publish slower")
@@ -326,7 +326,7 @@ class Channels:
 
     def samples(self) -> Iterator[Sample]:
         total = sum((channel.counts for channel in self._channels.values()), Counter(self.counts))
-        yield from each("grip_items", (), {what: total[what] for what in COUNTED})
+        yield from each("grip_items", (), {what: total[what] for what in ITEM_COUNTERS})
 
     def _channel(self, name: str) -> Channel:
         channel = self._channels.get(name)

@@ -18,8 +18,8 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 LINK_TIMEOUT_S: Final = 10.0  # for a whole answer
-ANSWER_BYTES_MAX: Final = 4 << 20
-PAGES_MAX: Final = 100
+LINK_ANSWER_BYTES_MAX: Final = 4 << 20
+LINK_PAGES_MAX: Final = 100
 PAGES_BYTES_MAX: Final = 16 << 20  # of all pages
 CONNECTIONS_MAX: Final = 32  # more requests wait for one of these; a connection that is idle is kept for a while
 
@@ -45,8 +45,8 @@ class Links:
         sign: Sign | None = None,
         *,
         timeout_s: float = LINK_TIMEOUT_S,
-        answer_bytes_max: int = ANSWER_BYTES_MAX,
-        pages_max: int = PAGES_MAX,
+        answer_bytes_max: int = LINK_ANSWER_BYTES_MAX,
+        pages_max: int = LINK_PAGES_MAX,
         pages_bytes_max: int = PAGES_BYTES_MAX,
     ) -> None:
         self._sign, self._timeout_s, self._answer_bytes_max = sign, timeout_s, answer_bytes_max

@@ -36,7 +36,7 @@ from uprotocol.status import UStatusError, invalid
 
 HELD_BODY_BYTES_MAX: Final = 1 << 20  # the first answer of a held request is kept until its end
 LINK_PAUSES_MS: Final = (1_000, 30_000)  # between requests to a link that fails: the first, and the longest
-ASKS_MAX: Final = 5  # of a backend again for one held request, whose items are missing
+ASKS_AGAIN_MAX: Final = 5  # of a backend again for one held request, whose items are missing
 HOP_BY_HOP: Final = frozenset(
     {
         *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te"),
@@ -288,7 +288,7 @@ class Proxy:
                     body = await self._body(section, backend)
                     held.hold(said, sent)
                     found = await held.wait(until)
-                    if found is not None or not held.must_ask or asks == ASKS_MAX or request.body_exists:
+                    if found is not None or not held.must_ask or asks == ASKS_AGAIN_MAX or request.body_exists:
                         self._answers["held"] += 1
                         return _settled(backend, said, body, found)
                     asks += 1

@@ -17,21 +17,13 @@ from aiohttp import web
 from streamer.grip.items import Item, read_items
 from streamer.grip.signatures import PublisherKey
 from streamer.http.lines import SeldomLog
+from streamer.http.statuses import RETRY_LATER, STATUSES
 from uprotocol.status import UStatusError
 from uprotocol.transport import MESSAGE_BYTES_MAX
 from uprotocol.v1.ucode_pb2 import UCode
 
 PATH: Final = "/publish/"
-RETRY_AFTER_S: Final = 1
 BODY_BYTES_AT_ONCE: Final = 1 << 16  # a larger body is read beside the loop
-
-_STATUSES: Final = {
-    UCode.INVALID_ARGUMENT: 400,
-    UCode.NOT_FOUND: 400,
-    UCode.UNAUTHENTICATED: 401,
-    UCode.RESOURCE_EXHAUSTED: 429,
-    UCode.UNAVAILABLE: 503,
-}
 
 # What the log says in place of a reason that quotes the request
 _UNQUOTED: Final = {
@@ -69,7 +61,7 @@ class PublishHandler:
             items = await self._read(await request.read())
             await self._publish(items)
         except UStatusError as error:
-            return self._refuse(_STATUSES.get(error.code, 500), error.message)
+            return self._refuse(400 if error.code == UCode.NOT_FOUND else STATUSES.get(error.code, 500), error.message)
         return _answer(200, "Published")
 
     def _refuse(self, status: int, why: str) -> web.Response:
@@ -92,7 +84,7 @@ class PublishHandler:
 def _answer(status: int, text: str) -> web.Response:
     response = web.Response(status=status, text=f"{text}\n")
     if status in (429, 503):
-        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+        response.headers.update(RETRY_LATER)
     elif status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     return response

@@ -14,7 +14,7 @@ from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 from streamer.grip.items import Item
 
-WAITING_MAX: Final = 100  # items of a channel, as in Pushpin; beyond it the oldest goes on
+ITEMS_WAITING_MAX: Final = 100  # items of a channel, as in Pushpin; beyond it the oldest goes on
 WAITING_BYTES_MAX: Final = 4 << 20
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Sequencer(Generic[T]):
         last: LastIds,
         wait_s: float,
         *,
-        waiting_max: int = WAITING_MAX,
+        waiting_max: int = ITEMS_WAITING_MAX,
         waiting_bytes_max: int = WAITING_BYTES_MAX,
     ) -> None:
         self.last, self._wait_s = last, wait_s

@@ -49,30 +49,30 @@ from uprotocol.v1.uri_pb2 import UUri
 STORED_MAX: Final = 10_000  # letters in the store
 STORED_BYTES_MAX: Final = 64 << 20  # of their messages
 FREE_BYTES_MAX: Final = 16 << 20  # of unused pages in the file; with more of them the next start runs `vacuum`
-WAL_BYTES_MAX: Final = 4 << 20  # size of the write-ahead log after a checkpoint
+LETTERS_WAL_BYTES_MAX: Final = 4 << 20  # size of the write-ahead log after a checkpoint
 # ... and while a reader prevents the checkpoint: above it nothing is stored
 WAL_HELD_BYTES_MAX: Final = 32 << 20
 DISK_BYTES_MAX: Final = 128 << 20  # of all files of the store: the bounds above and the overhead of SQLite
-QUEUED_MAX: Final = 2_000  # letters not yet stored
+LETTERS_QUEUED_MAX: Final = 2_000  # letters not yet stored
 QUEUED_BYTES_MAX: Final = 8 << 20  # of their messages
 # stored letters of one authority, code and kind of reason; any more are only counted
 STORED_PER_MINUTE: Final = 1_000
 # ... of these letters with payload; more would wear out the disk and fill the network
 WHOLE_BYTES_PER_MINUTE: Final = 16 << 20
-KINDS_MAX: Final = 4_096  # within one minute; all further kinds count as one
+LETTER_KINDS_MAX: Final = 4_096  # within one minute; all further kinds count as one
 MINUTE_S: Final = 60.0
 ALL_KINDS: Final = 8  # all kinds together have 8 times the limits of one: an attacker can invent any number of kinds
 REASON_CHARACTERS_MAX: Final = 1_000  # a reason may quote a network, or an address that a sender made up
-ENVELOPE_BYTES: Final = 4_096  # of a published letter without the message: reason, endpoint, time
+LETTER_ENVELOPE_BYTES: Final = 4_096  # of a published letter without the message: reason, endpoint, time
 OPEN_AGAIN_S: Final = 5.0  # between two attempts to open the store, while letters arrive
 SCHEMA_VERSION: Final = 1
 APPLICATION_ID: Final = 0x7570_646C  # "updl": distinguishes dead letters from other SQLite files
-BATCH_MAX: Final = 256  # letters per transaction
+LETTERS_BATCH_MAX: Final = 256  # letters per transaction
 # ... and a quarter of the queue's bytes: storing and publishing copies each letter several times
 BATCH_SHARE: Final = 4
 
 CUT: Final = "more than is kept of one kind in a minute)"  # end of the reason of a letter without its payload
-TYPES: Final = {one: name.removeprefix("UMESSAGE_TYPE_").lower() for name, one in UMessageType.items()}
+TYPE_NAMES: Final = {one: name.removeprefix("UMESSAGE_TYPE_").lower() for name, one in UMessageType.items()}
 REMOVED_MAX: Final = 1_000  # letters per transaction that removes them
 
 # names and numbers: reasons that differ only in these are of one kind
@@ -80,7 +80,7 @@ _VARIABLE: Final = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 T = TypeVar("T")
 # all are in the metrics at 0 from the start, so that the first letter is an increase
-CODES: Final = [code_name(code) for code in UCode.values() if code]
+CODE_NAMES: Final = [code_name(code) for code in UCode.values() if code]
 
 log = structlog.get_logger()
 
@@ -159,7 +159,7 @@ class LetterStore:
         FAILED_PRECONDITION (another program's, or newer).
         """
         self.path, self.moved_to = path, Path()
-        self._file = SqliteFile(LETTERS, path, disk, (f"journal_size_limit = {WAL_BYTES_MAX}",))
+        self._file = SqliteFile(LETTERS, path, disk, (f"journal_size_limit = {LETTERS_WAL_BYTES_MAX}",))
         self._letters: FairQueue[int] | None = None  # their numbers by source authority; None: not counted yet
         disk.retry_with_reserve(path, lambda: self._open_or_close(read_only=read_only))
 
@@ -386,7 +386,7 @@ class PerMinute:
             self._kinds.clear()
             self._count = self._bytes = 0
             self._until = now + MINUTE_S
-        if kind not in self._kinds and len(self._kinds) >= KINDS_MAX:
+        if kind not in self._kinds and len(self._kinds) >= LETTER_KINDS_MAX:
             kind = None
         count, bytes = self._kinds.get(kind, (0, 0))
         stored = count < self._count_max and self._count < ALL_KINDS * self._count_max
@@ -417,8 +417,8 @@ class DeadLetters(Reporter):
             raise LETTERS.refusal(path, "it is a folder, not a file")
         self._path, self._disk, self._monotonic = path, runtime.disk, runtime.monotonic
         self._topic, self._publish, self.now_ms = topic(authority), publish, now_ms or runtime.now_ms
-        self._bytes_max, self._published_bytes_max = bytes_max, message_bytes_max - ENVELOPE_BYTES
-        self._queue: FairQueue[Letter] = FairQueue(QUEUED_MAX, bytes_max)
+        self._bytes_max, self._published_bytes_max = bytes_max, message_bytes_max - LETTER_ENVELOPE_BYTES
+        self._queue: FairQueue[Letter] = FairQueue(LETTERS_QUEUED_MAX, bytes_max)
         self._rate = PerMinute(STORED_PER_MINUTE, WHOLE_BYTES_PER_MINUTE, runtime.monotonic)
         self._limits_reported_at = -MINUTE_S
         self._limited: dict[str, str] = {}  # fields of the last line about a limit
@@ -490,7 +490,7 @@ class DeadLetters(Reporter):
         now = self._monotonic()
         if now >= self._logged_until:
             self._logged_before, self._logged, self._logged_until = self._logged, Counter(), now + MINUTE_S
-        if kind not in self._logged and len(self._logged) >= KINDS_MAX:
+        if kind not in self._logged and len(self._logged) >= LETTER_KINDS_MAX:
             return
         self._logged[kind] += 1
         if self._logged[kind] > 1:
@@ -499,7 +499,7 @@ class DeadLetters(Reporter):
         log.warning(
             "a message became a dead letter",
             endpoint=kind[0],
-            type=TYPES.get(attributes.type, attributes.type),
+            type=TYPE_NAMES.get(attributes.type, attributes.type),
             source=uris.format(attributes.source),
             sink=uris.format(attributes.sink) if attributes.HasField("sink") else None,
             code=code_name(kind[1]),
@@ -517,7 +517,7 @@ class DeadLetters(Reporter):
 
     def samples(self) -> Iterator[Sample]:
         yield "queued_bytes", ("", "dead letters"), self.queued_bytes
-        yield from each("dead_letters", (), dict.fromkeys(CODES, 0) | self.by_code)
+        yield from each("dead_letters", (), dict.fromkeys(CODE_NAMES, 0) | self.by_code)
         yield "dead_letters_lost", (), self.lost
         yield "dead_letters_limited", (), self.limited
         yield "dead_letters_damaged", (), self.damaged
@@ -552,7 +552,7 @@ class DeadLetters(Reporter):
     async def _flush(self) -> None:
         batch: list[tuple[Letter, int]] = []
         left = self._bytes_max // BATCH_SHARE
-        while self._queue and len(batch) < BATCH_MAX and left > 0:
+        while self._queue and len(batch) < LETTERS_BATCH_MAX and left > 0:
             batch.append(self._queue.take())
             left -= batch[-1][1]
         if not await self._worker.ask(partial(self._keep, [letter.row() for letter, _ in batch])):

@@ -52,7 +52,7 @@ from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 
 FORMAT: Final = 1  # of the manifest
-MANIFEST: Final = "manifest.json"
+MANIFEST_FILE: Final = "manifest.json"
 MANIFEST_BYTES_MAX: Final = 4 << 20
 NAME_BYTES_MAX: Final = 255  # of a file
 PLAN: Final = "plan"  # of a restore, in its folder
@@ -184,12 +184,12 @@ def back_up(
             return FULL_BYTES + (max(0, log_bytes_max - own_bytes(data_dir / LOG_FILE)) if is_same_disk else 0)
 
         share = 1.0 if newest is None else SHARE
-        pace = CopyPace(directory / MANIFEST, share, kept_bytes=kept_bytes, is_stopping=is_stopping, disk=disk)
+        pace = CopyPace(directory / MANIFEST_FILE, share, kept_bytes=kept_bytes, is_stopping=is_stopping, disk=disk)
         stores = [one for one in (SUBSCRIPTIONS_FILE, LETTERS_FILE) if (data_dir / one).exists()]
         pace.require(sum((data_dir / one).stat().st_size for one in (*stores, LOG_FILE)))
         if SUBSCRIPTIONS_FILE in stores:
             copy_store(data_dir / SUBSCRIPTIONS_FILE, directory / SUBSCRIPTIONS_FILE, pace, disk)
-        saved_files = [one for one in data_dir.glob("*.json") if one.name != MANIFEST]
+        saved_files = [one for one in data_dir.glob("*.json") if one.name != MANIFEST_FILE]
         for saved in (*sorted(saved_files), data_dir / PARTNERS_FILE):
             with contextlib.suppress(FileNotFoundError):  # each is replaced as a whole, or was removed
                 write_private(directory / saved.name, saved.read_bytes(), disk)
@@ -197,8 +197,8 @@ def back_up(
         if LETTERS_FILE in stores:
             copy_store(data_dir / LETTERS_FILE, directory / LETTERS_FILE, pace, disk)
         made = _manifest(directory, authority, began, copied, pace)
-        write_private(directory / f"{MANIFEST}.new", made.model_dump_json(indent=1).encode(), disk)
-        (directory / f"{MANIFEST}.new").rename(directory / MANIFEST)
+        write_private(directory / f"{MANIFEST_FILE}.new", made.model_dump_json(indent=1).encode(), disk)
+        (directory / f"{MANIFEST_FILE}.new").rename(directory / MANIFEST_FILE)
         disk.sync(directory)
     return made.summary(directory, time.monotonic() - started)
 
@@ -232,7 +232,7 @@ def _new_folder(directory: Path, disk: Disk) -> Iterator[None]:
     is_made = not directory.exists()
     directory.mkdir(mode=0o700, exist_ok=True)
     if any(one.name != "lost+found" for one in directory.iterdir()):
-        why = f"{directory} is not empty: choose a new folder (an unfinished backup has no {MANIFEST}: remove it)"
+        why = f"{directory} is not empty: choose a new folder (an unfinished backup has no {MANIFEST_FILE}: remove it)"
         raise UStatusError(UCode.FAILED_PRECONDITION, why)
     with contextlib.suppress(OSError):  # of a mounted disk
         directory.chmod(0o700)
@@ -257,9 +257,9 @@ def _errors(what: str, target: Path) -> Iterator[None]:
         raise UStatusError(UCode.DATA_LOSS, f"{what} was given up: a file is damaged: {error}") from error
     except (sqlite3.Error, OSError, BadMarkError) as error:
         code, why = UCode.UNAVAILABLE, f"{error}: try again"
-        if is_full(error, target / MANIFEST):
+        if is_full(error, target / MANIFEST_FILE):
             code, why = UCode.RESOURCE_EXHAUSTED, f"the disk of {target} is full ({error}): choose another one"
-        elif is_denied(error, target / MANIFEST) or getattr(error, "errno", 0) == errno.EROFS:
+        elif is_denied(error, target / MANIFEST_FILE) or getattr(error, "errno", 0) == errno.EROFS:
             code, why = (
                 UCode.PERMISSION_DENIED,
                 f"{target} can't be written ({error}): the streamer's user must be allowed to",
@@ -283,7 +283,7 @@ def _now() -> str:
 def read_manifest(directory: Path) -> Manifest:
     """Returns the manifest of a backup whose files are all there. Raises FAILED_PRECONDITION (no complete backup, or of
     a newer program), DATA_LOSS (files are missing, or have another size)."""
-    path = directory / MANIFEST
+    path = directory / MANIFEST_FILE
     try:
         if path.stat().st_size > MANIFEST_BYTES_MAX:
             raise ValueError(f"it has more than {MANIFEST_BYTES_MAX} bytes")
@@ -293,7 +293,7 @@ def read_manifest(directory: Path) -> Manifest:
         made = Manifest.model_validate_json(data)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        what = f"{directory} is no complete backup: its {MANIFEST} can't be read: {why}"
+        what = f"{directory} is no complete backup: its {MANIFEST_FILE} can't be read: {why}"
         raise UStatusError(UCode.FAILED_PRECONDITION, what) from None
     if LOG_FILE not in made.files or not all(_is_saved(name) for name in made.files):
         raise UStatusError(UCode.FAILED_PRECONDITION, f"{path} is not the manifest of a backup: it names other files")
@@ -309,7 +309,7 @@ def read_manifest(directory: Path) -> Manifest:
 def _is_saved(name: str) -> bool:
     stores = (LOG_FILE, LOG_MARK, SUBSCRIPTIONS_FILE, PARTNERS_FILE, LETTERS_FILE)
     is_name = Path(name).name == name.strip() and name.isprintable() and len(name.encode()) <= NAME_BYTES_MAX
-    return name in stores or (name.endswith(".json") and is_name and name != MANIFEST)
+    return name in stores or (name.endswith(".json") and is_name and name != MANIFEST_FILE)
 
 
 def restore(

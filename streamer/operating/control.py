@@ -35,8 +35,8 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 LINE_BYTES_MAX: Final = 64 << 10  # of a request
-ANSWER_BYTES_MAX: Final = 16 << 20
-ANSWER_S: Final = 10.0  # long enough for a slow disk; a client that is silent, or takes nothing, is disconnected then
+CONTROL_ANSWER_BYTES_MAX: Final = 16 << 20
+CONTROL_S: Final = 10.0  # enough for a slow disk; a client that is silent, or takes nothing, is disconnected then
 
 log = structlog.get_logger()
 
@@ -166,13 +166,13 @@ class ControlSocket:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(CONTROL_S):
                 try:
                     line = await reader.readline()
                 except ValueError:  # it is too long
                     line = b""
             answer = json.dumps(await self._answer(line)).encode() + b"\n"
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(CONTROL_S):
                 writer.write(answer)
                 await writer.drain()
         except (TimeoutError, ConnectionError):
@@ -238,7 +238,7 @@ def ask(folder: Path, do: str, topic: str = "", peer: str = "", own: str = "", o
 
 
 def require(
-    folder: Path, operation: str, arguments: Mapping[str, Any] | None = None, *, answer_s: float | None = ANSWER_S
+    folder: Path, operation: str, arguments: Mapping[str, Any] | None = None, *, answer_s: float | None = CONTROL_S
 ) -> dict[str, Any]:
     """Returns what `call` returns. Raises UNAVAILABLE if the streamer is stopped, too."""
     answer = call(folder, operation, arguments, answer_s=answer_s)
@@ -248,7 +248,7 @@ def require(
 
 
 def call(
-    folder: Path, operation: str, arguments: Mapping[str, Any] | None = None, *, answer_s: float | None = ANSWER_S
+    folder: Path, operation: str, arguments: Mapping[str, Any] | None = None, *, answer_s: float | None = CONTROL_S
 ) -> dict[str, Any] | None:
     """Returns the answer of the streamer with this data_dir; None if it is stopped. Waits for `answer_s`; None: until
     it answers. Blocks. Raises as `ask`."""
@@ -260,7 +260,7 @@ def call(
             line.connect(address)
             line.sendall(json.dumps({"do": operation, **(arguments or {})}).encode() + b"\n")
             with line.makefile("rb") as answers:
-                answer: dict[str, Any] = json.loads(answers.readline(ANSWER_BYTES_MAX))
+                answer: dict[str, Any] = json.loads(answers.readline(CONTROL_ANSWER_BYTES_MAX))
     except (FileNotFoundError, ConnectionRefusedError):
         return None
     except (OSError, ValueError, RecursionError) as error:

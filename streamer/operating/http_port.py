@@ -26,6 +26,7 @@ from aiohttp import web
 from streamer.config import AdminSection
 from streamer.http.hosts import host_of, is_known_host, name_of_host
 from streamer.http.lines import SERVER, Latest, Limits, Lines, Listener, bearer_of, latest, latest_tls
+from streamer.http.statuses import STATUSES
 from streamer.operation import Operations
 from uprotocol.status import UStatusError, code_name, invalid
 from uprotocol.v1.ucode_pb2 import UCode
@@ -33,20 +34,12 @@ from uprotocol.v1.ucode_pb2 import UCode
 # a usual GET has some 500 bytes, and takes milliseconds. One connection too many closes the oldest: idle ones lock
 # nobody out
 LIMITS: Final = Limits(connections_max=256, head_bytes_max=8_192, head_s=5.0)
-CLOSE_S_MAX: Final = 0.5  # for answers in progress; a part of SERVICES_CLOSE_S
+ADMIN_CLOSE_S: Final = 0.5  # for answers in progress; a part of SERVICES_CLOSE_S
 
 OPERATIONS: Final = "/operations/"  # and the name of one
-BODY_BYTES_MAX: Final = 64 << 10  # of the arguments of an operation
-STATUSES: Final = {
-    UCode.INVALID_ARGUMENT: 400,
-    UCode.PERMISSION_DENIED: 403,
-    UCode.NOT_FOUND: 404,
-    UCode.ALREADY_EXISTS: 409,
-    UCode.FAILED_PRECONDITION: 409,
-    UCode.RESOURCE_EXHAUSTED: 429,
-    UCode.UNAVAILABLE: 503,
-}
-FILES: Final = Path(__file__).with_name("page")
+ARGUMENTS_BYTES_MAX: Final = 64 << 10  # of the arguments of an operation
+OPERATION_STATUSES: Final = {**STATUSES, UCode.ALREADY_EXISTS: 409, UCode.FAILED_PRECONDITION: 409}
+PAGE_FOLDER: Final = Path(__file__).with_name("page")
 FILE_TYPES: Final = {".css": "text/css", ".html": "text/html", ".js": "text/javascript"}
 STATUS: Final = "/status"
 # the page is ours alone: it loads nothing from elsewhere, runs no script in it, and stands in no frame
@@ -93,14 +86,14 @@ class HttpPort:
 
     def listener(self, address: str, lines: Lines) -> Listener:
         application = self._application()
-        return Listener("the admin port", address, lines, application, lingering_time=0, shutdown_timeout=CLOSE_S_MAX)
+        return Listener("the admin port", address, lines, application, lingering_time=0, shutdown_timeout=ADMIN_CLOSE_S)
 
     async def close(self) -> None:
         if self._listener is not None:
             await self._listener.close()
 
     def _application(self) -> web.Application:
-        made = web.Application(middlewares=[self._admit], client_max_size=BODY_BYTES_MAX)
+        made = web.Application(middlewares=[self._admit], client_max_size=ARGUMENTS_BYTES_MAX)
         made.on_response_prepare.append(_close_after)
         for path, page in self._pages.items():
             made.router.add_get(path, _telling(page))
@@ -124,7 +117,7 @@ class HttpPort:
             answer, status = await self._operations.answer(request.match_info["name"], await _arguments(request)), 200
         except UStatusError as error:
             answer = {"code": code_name(error.code), "message": error.message}
-            status = STATUSES.get(error.code, 500)
+            status = OPERATION_STATUSES.get(error.code, 500)
         return web.json_response(answer, status=status)
 
     @web.middleware
@@ -176,7 +169,7 @@ def _telling(page: MakePage) -> PageHandler:
 
 
 def _files() -> list[Path]:
-    return sorted(file for file in FILES.iterdir() if file.suffix in FILE_TYPES)
+    return sorted(file for file in PAGE_FOLDER.iterdir() if file.suffix in FILE_TYPES)
 
 
 def _filing(file: Path) -> PageHandler:

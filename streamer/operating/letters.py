@@ -13,7 +13,7 @@ from streamer.letters.selection import LetterFilter
 from streamer.operating.resending import ONCE_MAX, Resender
 from streamer.operation import Arguments, Operation
 
-LISTED_MAX: Final = 1_000  # in one answer
+LETTERS_LISTED_MAX: Final = 1_000  # in one answer
 LISTED_BYTES_MAX: Final = 8 << 20  # of the messages that are read for it
 
 SELECTING: Final = ("numbers", "code", "endpoint", "since_ms", "before_ms", "after", "until")
@@ -30,7 +30,7 @@ def letter_operations(letters: DeadLetters, resender: Resender) -> dict[str, Ope
         which, limit = LetterFilter.of(given, is_change=False), given.number("limit", 100)
         if "before" in given:
             which = replace(which, until=given.number("before") - 1)
-        found, left = await letters.ask(lambda store: _page(store, which, max(1, min(limit, LISTED_MAX))))
+        found, left = await letters.ask(lambda store: _page(store, which, max(1, min(limit, LETTERS_LISTED_MAX))))
         following = found[-1].number if left else None
         return {"dead_letters": [one.as_dict() for one in found], "next": following, "stored": letters.stock.letters}
 

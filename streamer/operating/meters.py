@@ -1,6 +1,6 @@
 """Rates, times of the last message, and lags, from counters that the parts keep anyway: a message costs nothing here.
 
-counts of endpoints --look, every second--> Meter: the mean of WINDOW_S, and when the count last rose
+counts of endpoints --look, every second--> Meter: the mean of RATE_WINDOW_S, and when the count last rose
 cursor of a pump ------------------------> Lags: when the oldest record that it has not delivered was appended
 """
 
@@ -18,7 +18,7 @@ from streamer.reporting import Sample
 from streamer.walk.endpoint import Endpoint
 from uprotocol.status import UStatusError
 
-WINDOW_S: Final = 10.0  # of a rate
+RATE_WINDOW_S: Final = 10.0  # of a rate
 STEP_S: Final = 1.0  # between two counts that are kept
 SHORTEST_S: Final = 1.0  # a rate is the mean of at least that
 
@@ -28,7 +28,7 @@ class Meter:
 
     def __init__(self, now_s: float) -> None:
         """`now_s`: loop time at which the count was 0."""
-        self._seen: deque[tuple[float, int]] = deque([(now_s, 0)], maxlen=int(WINDOW_S / STEP_S) + 1)
+        self._seen: deque[tuple[float, int]] = deque([(now_s, 0)], maxlen=int(RATE_WINDOW_S / STEP_S) + 1)
         self._count = 0
         self.rose_ms = 0  # Unix milliseconds of the look that found the count risen; 0: never
 

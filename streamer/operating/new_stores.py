@@ -26,10 +26,10 @@ from uprotocol.v1.uri_pb2 import UUri
 from usubscription.audit import Auditor
 from usubscription.service import USubscriptionService
 
-NOTE_MS: Final = 3_600_000  # how long a store that this process has made is noted as new
+NEW_NOTE_MS: Final = 3_600_000  # how long a store that this process has made is noted as new
 RENEWAL_NOTE_MS: Final = 3_600_000  # how long subscriptions that another service had lost are noted
 REPORT_S: Final = 10.0  # between two writes of the loss that grows with each service that misses some
-SUBSCRIPTIONS: Final = "the subscriptions"  # begins that loss
+LOST_KEY: Final = "the subscriptions"  # begins that loss
 NAMED_MAX: Final = 3  # services in one note
 
 log = structlog.get_logger()
@@ -115,15 +115,15 @@ class NewStores(Reporter):
         since = moment(database.new_since_ms or self._now_ms())
         what = f"are those of an older copy since {since}" if database.is_copy else f"are new since {since}"
         self._report(
-            SUBSCRIPTIONS,
-            f"{SUBSCRIPTIONS} {what}, but the uSubscription of {_named(theirs)} knew others: those of applications "
+            LOST_KEY,
+            f"{LOST_KEY} {what}, but the uSubscription of {_named(theirs)} knew others: those of applications "
             f"here are lost, and they have to subscribe again (lost ones that are known there: {ours}); those of other "
             f"uSubscription services are renewed ({sum(theirs.values())})",
         )
 
     def _was_reported(self) -> bool:
         """An earlier process has reported that subscriptions are lost, and nobody has acknowledged it."""
-        return SUBSCRIPTIONS not in self._rows and any(one.detail.startswith(SUBSCRIPTIONS) for one in self._losses())
+        return LOST_KEY not in self._rows and any(one.detail.startswith(LOST_KEY) for one in self._losses())
 
     def _report(self, key: str, text: str) -> None:
         if key not in self._rows:
@@ -153,10 +153,10 @@ class NewStores(Reporter):
         now_ms, subscriptions_ms = self._now_ms(), None
         if self._usubscription is not None and not self._usubscription.store.database.is_copy:
             subscriptions_ms = self._usubscription.store.database.new_since_ms
-        new = {"the durable log": self._durable.new_since_ms, SUBSCRIPTIONS: subscriptions_ms}
-        made = {what: since for what, since in new.items() if since is not None and now_ms - since < NOTE_MS}
+        new = {"the durable log": self._durable.new_since_ms, LOST_KEY: subscriptions_ms}
+        made = {what: since for what, since in new.items() if since is not None and now_ms - since < NEW_NOTE_MS}
         if made:
-            verb = "are" if len(made) > 1 or SUBSCRIPTIONS in made else "is"
+            verb = "are" if len(made) > 1 or LOST_KEY in made else "is"
             yield f"{' and '.join(made)} {verb} new since {moment(min(made.values()))}: nothing from before is in there"
         auditor = self._auditor
         renewed = {} if auditor is None else auditor.renewed

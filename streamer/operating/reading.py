@@ -22,12 +22,12 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest
 
-ROWS_MAX: Final = 500  # subscriptions in one answer, and ...
+SUBSCRIPTIONS_SHOWN_MAX: Final = 500  # subscriptions in one answer, and ...
 ROWS: Final = 100  # ... without `limit`
 EXAMINED_MAX: Final = 20_000  # subscriptions for one answer; a filter may fit few of them
 EXAMINED_AT_ONCE: Final = 500  # in one step on the loop, some milliseconds
 SERVICES_MAX: Final = 100  # named in one answer
-MESSAGES_MAX: Final = 100  # in one answer, and ...
+MESSAGES_SHOWN_MAX: Final = 100  # in one answer, and ...
 MESSAGES: Final = 20  # ... without `limit`
 PAYLOAD_BYTES_MAX: Final = 4 << 10  # that are shown of each
 
@@ -40,7 +40,7 @@ def reading_operations(interest: Interest, logs: Iterable[Log]) -> dict[str, Ope
 
     async def subscriptions(given: Arguments) -> dict[str, Any]:
         """topic, subscriber: patterns (uProtocol URIs; without authority: of any), or a part of the text of the URI."""
-        limit, place = _limit(given, ROWS, ROWS_MAX), _place(given.text("after", "0.0.0"))
+        limit, place = _limit(given, ROWS, SUBSCRIPTIONS_SHOWN_MAX), _place(given.text("after", "0.0.0"))
         has_topic, has_subscriber = _filter(given, "topic"), _filter(given, "subscriber")
         rows, following = await _page(interest, place, limit, lambda row: has_topic(row[1]) and has_subscriber(row[2]))
         return {
@@ -63,7 +63,7 @@ def reading_operations(interest: Interest, logs: Iterable[Log]) -> dict[str, Ope
 
     async def messages(given: Arguments) -> dict[str, Any]:
         """topic: without wildcards. The newest message comes first; `stored_ms`: when it was appended."""
-        topic, limit = uris.parse(given.text("topic")), _limit(given, MESSAGES, MESSAGES_MAX)
+        topic, limit = uris.parse(given.text("topic")), _limit(given, MESSAGES, MESSAGES_SHOWN_MAX)
         uris.validate(topic)
         if uris.shape(uris.key(topic)) != uris.EXACT or not topic.authority_name:
             raise invalid(f"topic: expected one topic with its authority and no wildcard, got {uris.format(topic)}")

@@ -34,11 +34,11 @@ from uprotocol.v1.ucode_pb2 import UCode
 
 QUEUE_SPANS_MAX: Final = 8_192  # some 10 MiB
 BATCH_SPANS_MAX: Final = 512
-PERIOD_S: Final = 1.0  # how long a span waits for others
-TIMEOUT_S: Final = 5.0  # of a collector's answer
-PAUSE_S: Final = 5.0  # after a batch that was not taken
-CLOSE_S_MAX: Final = 1.0  # the end of a streamer waits this long for its last spans
-ANSWER_BYTES_MAX: Final = 64 << 10
+SPANS_GATHER_S: Final = 1.0  # how long a span waits for others
+COLLECTOR_TIMEOUT_S: Final = 5.0  # of a collector's answer
+COLLECTOR_PAUSE_S: Final = 5.0  # after a batch that was not taken
+TRACING_CLOSE_S_MAX: Final = 1.0  # the end of a streamer waits this long for its last spans
+COLLECTOR_ANSWER_BYTES_MAX: Final = 64 << 10
 HEADERS_BYTES_MAX: Final = 64 << 10
 PACKAGE: Final = "opentelemetry-proto"
 
@@ -127,8 +127,8 @@ class SpanExporter:
         self._wake.set()
 
     def wait(self) -> None:
-        """Wait for the end of the thread, CLOSE_S_MAX at most; the spans that are left are lost."""
-        self._thread.join(CLOSE_S_MAX)
+        """Wait for the end of the thread, TRACING_CLOSE_S_MAX at most; the spans that are left are lost."""
+        self._thread.join(TRACING_CLOSE_S_MAX)
 
     # On the thread
 
@@ -136,13 +136,13 @@ class SpanExporter:
         while True:
             if not self._queue and self._ending.is_set():
                 return
-            self._wake.wait(PERIOD_S)
+            self._wake.wait(SPANS_GATHER_S)
             self._wake.clear()
             while self._queue:
                 batch = [self._queue.popleft() for _ in range(min(BATCH_SPANS_MAX, len(self._queue)))]
                 if self._send(batch):
                     continue
-                if self._ending.wait(PAUSE_S):
+                if self._ending.wait(COLLECTOR_PAUSE_S):
                     return
 
     def _send(self, batch: list[TraceSpan]) -> bool:
@@ -169,13 +169,13 @@ class SpanExporter:
         connection: http.client.HTTPConnection
         if parts.scheme == "https":
             context = _context_of(section)
-            connection = http.client.HTTPSConnection(host, parts.port, timeout=TIMEOUT_S, context=context)
+            connection = http.client.HTTPSConnection(host, parts.port, timeout=COLLECTOR_TIMEOUT_S, context=context)
         else:
-            connection = http.client.HTTPConnection(host, parts.port, timeout=TIMEOUT_S)
+            connection = http.client.HTTPConnection(host, parts.port, timeout=COLLECTOR_TIMEOUT_S)
         with contextlib.closing(connection):
             connection.request("POST", f"{parts.path.rstrip('/')}/v1/traces", body, headers)
             answer = connection.getresponse()
-            data = answer.read(ANSWER_BYTES_MAX)
+            data = answer.read(COLLECTOR_ANSWER_BYTES_MAX)
         if answer.status != 200:
             raise UStatusError(UCode.UNAVAILABLE, f"HTTP status {answer.status} {answer.reason}")
         said = self._messages.ExportTraceServiceResponse.FromString(data)

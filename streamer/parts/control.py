@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from storage import logs
-from streamer.assembly import DRAIN_MS_MAX, Assembly
+from streamer.assembly import HOSTED_DRAIN_MS_MAX, Assembly
 from streamer.config import Config, patterns
 from streamer.operating.control import Control
 from streamer.operating.log_level import LogLevel
@@ -21,7 +21,7 @@ class ControlPart(Part):
     def __init__(self, assembly: Assembly, parts: Parts) -> None:
         super().__init__(assembly, parts)
         allowed = patterns(assembly.config.dispatch.control)
-        self._control = Control(assembly.hosted, assembly.local, assembly.paused, allowed, DRAIN_MS_MAX)
+        self._control = Control(assembly.hosted, assembly.local, assembly.paused, allowed, HOSTED_DRAIN_MS_MAX)
 
     async def start(self) -> None:
         await self._control.start()

@@ -21,7 +21,7 @@ from streamer.reporting import Condition, Reporter, Sample
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 
-CURSORS_MAX: Final = 400  # present and former endpoints, in one answer
+CURSORS_LISTED_MAX: Final = 400  # present and former endpoints, in one answer
 
 
 class PausePart(Part):
@@ -116,7 +116,7 @@ class ClaimPart(Part):
         """Returns the backlog in the durable log of each endpoint, also of those not configured."""
         durable = self.assembly.logs.durable
         pumps = {pump.peer.name: pump for pump in self.assembly.pumps if pump.log is durable}
-        cursors = [dataclasses.asdict(cursor) for cursor in listed(durable.cursors.all(), {})[:CURSORS_MAX]]
+        cursors = [dataclasses.asdict(cursor) for cursor in listed(durable.cursors.all(), {})[:CURSORS_LISTED_MAX]]
         for cursor in cursors:
             cursor["records"] = await count(durable, cursor["endpoint"], pumps.get(cursor["endpoint"]))
         return {"cursors": cursors}

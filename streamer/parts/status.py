@@ -30,7 +30,7 @@ from streamer.reporting import STREAMER, build
 from uprotocol.uuid import moment
 
 HELD_SHOWN_MAX: Final = 20  # addresses of one endpoint: those held for the longest time
-LISTED_MAX: Final = 300  # of pauses, histories that are followed, and so on
+LISTED_EACH_MAX: Final = 300  # of pauses, histories that are followed, and so on
 
 StateName = Literal["ready", "degraded", "not ready"]
 
@@ -204,7 +204,7 @@ class StatusPart(Part):
                 total=assembly.dead_letters.total,
                 by_code=dict(assembly.dead_letters.by_code),
             ),
-            paused=[PauseStatus.model_validate(pause.as_dict()) for pause in sorted(assembly.paused)[:LISTED_MAX]],
+            paused=[PauseStatus.model_validate(pause.as_dict()) for pause in sorted(assembly.paused)[:LISTED_EACH_MAX]],
             follows=[
                 FollowStatus(
                     endpoint=followed.endpoint.name,
@@ -212,7 +212,7 @@ class StatusPart(Part):
                     state=followed.state,
                     trouble=followed.trouble,
                 )
-                for followed in islice(assembly.follows, LISTED_MAX)
+                for followed in islice(assembly.follows, LISTED_EACH_MAX)
             ],
             epochs=[
                 EpochsStatus(
@@ -227,7 +227,7 @@ class StatusPart(Part):
             notes=cut(self.parts.notes()),
             certificates=[
                 CertificateStatus(endpoint=endpoint, setting=setting, expires=moment(round(expires_s * 1000)))
-                for endpoint, setting, expires_s in islice(self.parts.of(CertificatePart).expiries, LISTED_MAX)
+                for endpoint, setting, expires_s in islice(self.parts.of(CertificatePart).expiries, LISTED_EACH_MAX)
             ],
         )
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import structlog
 
-from streamer.assembly import DRAIN_MS_MAX, Assembly
+from streamer.assembly import HOSTED_DRAIN_MS_MAX, Assembly
 from streamer.config import Config
 from streamer.part import Part, Parts
 from streamer.reporting import Condition, Sample, each
@@ -119,4 +119,4 @@ class UnservedPart(Part):
     name = "calls that nobody serves"
 
     async def stop(self) -> None:
-        await self.assembly.hosted.unserved.drain(DRAIN_MS_MAX)
+        await self.assembly.hosted.unserved.drain(HOSTED_DRAIN_MS_MAX)

@@ -27,9 +27,9 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 ASKS_MAX: Final = 16  # at once, of one source, so that a network that returns does not flood it
-STUCK_MAX: Final = 64  # calls that were given up and have not ended; the source is not asked again until some have
+CALLS_STUCK_MAX: Final = 64  # given up, and not ended; the source is not asked again until some have ended
 PAGE_MESSAGES_MAX: Final = 1_000  # of one answer, some 20 ms of the loop, and ...
-PAGE_BYTES_MAX: Final = 16 << 20  # ... their bytes; a source with more says that there is `more`
+SOURCE_PAGE_BYTES_MAX: Final = 16 << 20  # ... their bytes; a source with more says that there is `more`
 POSITION_CHARACTERS_MAX: Final = 1_024  # it is written with each batch
 
 log = structlog.get_logger()
@@ -69,8 +69,8 @@ class AskedSource:
         self.counts["asked"] += 1
         try:
             async with asyncio.timeout(timeout_s), self._turns:
-                if len(self._calls) >= STUCK_MAX:
-                    raise UStatusError(UCode.UNAVAILABLE, f"{STUCK_MAX} earlier calls of its fetch do not end")
+                if len(self._calls) >= CALLS_STUCK_MAX:
+                    raise UStatusError(UCode.UNAVAILABLE, f"{CALLS_STUCK_MAX} earlier calls of its fetch do not end")
                 call = asyncio.ensure_future(self._call(topic, after))
                 self._calls.add(call)
                 call.add_done_callback(self._ended)
@@ -105,8 +105,8 @@ class AskedSource:
             raise _too_much(f"its answer has {len(fetched.messages)} messages, more than {PAGE_MESSAGES_MAX}")
         if not all(isinstance(one, UMessage) for one in fetched.messages):
             raise _wrong("its answer has something else than UMessages")
-        if sum(one.ByteSize() for one in fetched.messages) > PAGE_BYTES_MAX:
-            raise _too_much(f"its answer has more than {PAGE_BYTES_MAX} bytes")
+        if sum(one.ByteSize() for one in fetched.messages) > SOURCE_PAGE_BYTES_MAX:
+            raise _too_much(f"its answer has more than {SOURCE_PAGE_BYTES_MAX} bytes")
         return fetched
 
     # Its messages

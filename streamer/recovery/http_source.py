@@ -33,10 +33,10 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
 
-ANSWER_BYTES_MAX: Final = 8 << 20
+SOURCE_ANSWER_BYTES_MAX: Final = 8 << 20
 TOKEN_BYTES_MAX: Final = 8 << 10
 LINKS_MAX: Final = 1_000  # topics whose next page is known
-FORMATS: Final = {
+PAYLOAD_FORMATS: Final = {
     name.removeprefix("UPAYLOAD_FORMAT_").lower(): UPayloadFormat.Value(name)
     for name in UPayloadFormat.DESCRIPTOR.values_by_name
 }
@@ -55,7 +55,7 @@ class HttpSourceConfig(BaseModel):
     """messages: the answer has every message that follows; newest: the body is the newest value alone"""
     format: Literal["ndjson", "protobuf"] = "ndjson"
     """of the messages: a line of JSON for each, or UMessages, each behind its length as a varint"""
-    payload: str = Field(default="text", pattern=f"^({'|'.join(FORMATS)})$")
+    payload: str = Field(default="text", pattern=f"^({'|'.join(PAYLOAD_FORMATS)})$")
     """the format of a newest value"""
     timeout_s: float = Field(default=10, gt=0, le=600, allow_inf_nan=False)
     """for a whole answer"""
@@ -65,7 +65,7 @@ class HistoryLinks(Links):
     """Shows a token to the history."""
 
     def __init__(self, config: HttpSourceConfig) -> None:
-        super().__init__(timeout_s=config.timeout_s, answer_bytes_max=ANSWER_BYTES_MAX)
+        super().__init__(timeout_s=config.timeout_s, answer_bytes_max=SOURCE_ANSWER_BYTES_MAX)
         self._token_file = config.token_file
 
     async def _get(self, url: str, headers: list[tuple[str, str]]) -> LinkAnswer:
@@ -104,7 +104,7 @@ class HttpSource(RecoverySource):
         said = answer.instruction
         position = next((one.prev_id for one in said.channels if one.name == name), None)
         if config.mode == "newest":
-            return newest_of(topic, answer.body, position, after, FORMATS[config.payload], began_ms)
+            return newest_of(topic, answer.body, position, after, PAYLOAD_FORMATS[config.payload], began_ms)
         found = messages_of(answer.body) if config.format == "protobuf" else lines_of(topic, answer.body)
         messages = list(islice(found, PAGE_MESSAGES_MAX))
         if next(found, None) is not None:  # the rest is asked for again, from there
@@ -167,7 +167,7 @@ def _message(topic: UUri, line: Any) -> UMessage:
         case _:
             raise ValueError("expected one of payload (base64), text and json")
     builder = UMessageBuilder.publish(topic).with_id(uuids.parse(line["id"]))
-    return builder.build_from_upayload(UPayload(body, FORMATS[line.get("format", format)]))
+    return builder.build_from_upayload(UPayload(body, PAYLOAD_FORMATS[line.get("format", format)]))
 
 
 def messages_of(body: bytes) -> Iterator[UMessage]:

@@ -33,7 +33,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 GATES_MAX: Final = 4_096  # topics; some kilobytes each, and a row in the log
-LOOK_S: Final = 1.0  # between looks for silent topics, at most
+SILENCE_LOOK_S: Final = 1.0  # between looks for silent topics, at most
 
 log = structlog.get_logger()
 
@@ -176,7 +176,7 @@ class Recoveries(Reporter):
                 self._changed.clear()
                 await self._changed.wait()
                 continue
-            await asyncio.sleep(min(LOOK_S, *waits))
+            await asyncio.sleep(min(SILENCE_LOOK_S, *waits))
             now = loop.time()
             for gate in self:
                 idle_s = gate.source.section.idle_s

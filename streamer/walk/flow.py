@@ -50,14 +50,14 @@ LAG_SHARE_MAX: Final = 0.25
 ACTIVE_S: Final = 1.0  # a peer that has taken nothing for so long is stuck
 SHARE_RECORDS: Final = 1_024  # that come in at once: one batch of the inboxes of two networks
 READ_PER_TAKEN: Final = 2  # records that a pump reads for each that comes in, so that it catches up
-LOOK_S: Final = 0.02  # between measurements: some time slices of threads that share a processor
+MEASURE_S: Final = 0.02  # between measurements: some time slices of threads that share a processor
 # share of one processor, the most that Python can use; above it we are the bottleneck
 BUSY: Final = 0.75
 # after which a share comes in anyway; shorter than the timeout of a blocked publisher or its watchdog
 HELD_S_MAX: Final = 0.25
 HOLD_S: Final = 2.0  # if longer, requests of the same network would time out
-RETRY_S: Final = 0.1  # between tries; each costs the disk a transaction
-PASSING: Final = frozenset({UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE})
+STORE_RETRY_S: Final = 0.1  # between tries; each costs the disk a transaction
+STORE_BUSY_CODES: Final = frozenset({UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE})
 # within which a network redelivers messages that were not taken; the longest back-off of our transports is 1 s
 REDELIVERY_S: Final = 5.0
 
@@ -141,7 +141,7 @@ class Flow:
         """Wait until the flow is open, a pump has read on or stopped, or it is time to measure."""
         self._opened.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ACTIVE_S if self._used is None else LOOK_S):
+            async with asyncio.timeout(ACTIVE_S if self._used is None else MEASURE_S):
                 await self._opened.wait()
         self._look()
 
@@ -168,7 +168,7 @@ class Flow:
     def _look(self) -> None:
         """Let a share in if further waiting gains nothing."""
         now = asyncio.get_running_loop().time()
-        if self._used is None or now - self._looked_at < LOOK_S:
+        if self._used is None or now - self._looked_at < MEASURE_S:
             return  # the log is volatile, or the time too short to measure
         passed, busy = now - self._looked_at, self._busy()
         if busy < BUSY * passed or now - self._let_in_at >= HELD_S_MAX:
@@ -263,7 +263,7 @@ class Appender:
             offered.answer.cancel()
         elif error is None:
             offered.answer.set_result(taken.result())
-        elif self._holds and isinstance(error, UStatusError) and error.code in PASSING:
+        elif self._holds and isinstance(error, UStatusError) and error.code in STORE_BUSY_CODES:
             self._hold(offered)
         else:
             self._refuse(offered, error)
@@ -318,8 +318,8 @@ class Appender:
                     seq = await self._log.append(first.streams, first.batch)
                 except UStatusError as error:
                     assert self._refusing_since is not None
-                    if error.code in PASSING and loop.time() - self._refusing_since < HOLD_S:
-                        await asyncio.sleep(RETRY_S)
+                    if error.code in STORE_BUSY_CODES and loop.time() - self._refusing_since < HOLD_S:
+                        await asyncio.sleep(STORE_RETRY_S)
                         continue
                     # all held batches: none may overtake another. The log is trusted again only after it has taken a
                     # batch

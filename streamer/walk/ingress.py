@@ -20,7 +20,7 @@ from history.log.log import Log, TopicsFullError
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.flow import Appender, Flow, Offer
 from streamer.walk.hosted import HostedTransport
-from streamer.walk.ledger import UNIT_BYTES, UNLIMITED, Account, AuthorityLedger, AuthorityQuota
+from streamer.walk.ledger import MESSAGE_UNIT_BYTES, UNLIMITED, Account, AuthorityLedger, AuthorityQuota
 from streamer.walk.names import may_carry_addresses
 from streamer.walk.sender import Express
 from streamer.walk.view import Version, View, match
@@ -214,7 +214,7 @@ class Ingress(EncodedListener):
             account, quota, size = verdict.account, verdict.quota, len(message.payload)
             account.messages += 1
             account.bytes += size
-            quota.left -= 1 + size // UNIT_BYTES
+            quota.left -= 1 + size // MESSAGE_UNIT_BYTES
             if size > verdict.bytes_max or (quota.left < 0 and dispatch.ledger.is_over(account, quota)):
                 self._refuse(verdict, message, size)
                 continue

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
@@ -29,27 +28,27 @@ from streamer.reporting import Sample
 from uprotocol import callbacks
 from uprotocol.callbacks import Remove
 
-UNIT_BYTES: Final = 1_024  # a message counts one unit, and one more for each KiB of its payload
+MESSAGE_UNIT_BYTES: Final = 1_024  # a message counts one unit, and one more for each KiB of its payload
 UNITS_PER_S: Final = 5_000  # per authority: far more than a vehicle's telemetry, an eighth of what one core forwards
 BURST_S: Final = 2.0  # of the quota may arrive at once, of what can't wait
 # of the quota may arrive at once, of what the durable log keeps: 500,000 small messages, more than a broker with the
 # settings of our examples keeps of one vehicle
 BACKLOG_S: Final = 100.0
-UNLIMITED: Final = sys.maxsize
+UNLIMITED: Final = 1 << 62
 TURN_S: Final = 0.25  # length of a turn; short enough to detect a flood before people notice it
 SLICES: Final = 40  # turns in which each account is sampled once: ten seconds
-BEHIND: Final = 0.8  # busy share of the thread's time; above it messages queue
+BUSY_SHARE_MAX: Final = 0.8  # busy share of the thread's time; above it messages queue
 RELAXED_S: Final = 5.0  # overload lasts at least this long: dropping a flood makes the thread idle at once
 TOP: Final = 20  # authorities that metrics list by name
 REPORTED_S: Final = 60.0  # between two log lines about one authority
-OTHERS: Final = "others"
+OTHER_ACCOUNTS: Final = "others"
 
 log = structlog.get_logger()
 
 
 def units_of(payload_bytes: int) -> int:
     """Returns the units of a message with this payload."""
-    return 1 + payload_bytes // UNIT_BYTES
+    return 1 + payload_bytes // MESSAGE_UNIT_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +123,7 @@ class Pressure:
         busy = self._busy_s()
         if self._last is not None and now > self._last[1]:
             self.share = (busy - self._last[0]) / (now - self._last[1])
-            if self.share >= BEHIND:
+            if self.share >= BUSY_SHARE_MAX:
                 self._until = now + RELAXED_S
         self._last = (busy, now)
 
@@ -157,7 +156,7 @@ class AuthorityLedger:
         self._snapshot: list[Account] = []
         self.top: list[Account] = []  # highest rates some seconds ago; if equal, most messages
         self._rising: list[Account] = []  # highest rates in the slices so far
-        self.others = self._new_account(OTHERS, "", False, 0.0)  # counts of all accounts outside `top`; never falls
+        self.others = self._new_account(OTHER_ACCOUNTS, "", False, 0.0)  # of all accounts outside `top`; never falls
         self.on_new: Callable[[str, str], None] = lambda authority, endpoint: None
         self._evicted_callbacks: list[Callable[[], None]] = []
         self._turn_callbacks: list[Callable[[], None]] = []

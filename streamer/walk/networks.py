@@ -2,7 +2,7 @@
 
 run, separately for each endpoint:
     announce what is needed -> open -- away? retried --> connected / lost -> callbacks of the owner
-            ^---- close, CLOSE_S_MAX at most, if its transport does not return from sending (Sends)
+            ^---- close, HUNG_S_MAX at most, if its transport does not return from sending (Sends)
     -> sync: its ingress listens to what rules, interest and services need  <-- one of these has changed
                        ^---- the network refuses: retried after a while
 
@@ -45,8 +45,8 @@ from usubscription_client.interest import Interest, Topics
 JUST_GONE_S: Final = 5.0  # a network that went away more recently may be back soon (a broker restarts), so ...
 BACK_SOON_S: Final = 2.0  # ... a Subscribe is answered once it is back, or after this time; callers wait longer
 OPEN_MS_MIN: Final = 500  # between attempts to open a network, so that a broker that refuses us is not flooded
-CLOSE_S_MAX: Final = 10.0  # for closing a transport that hangs; ours take 4 s at most
-CHECKED_MAX: Final = 256  # topics in one step of the loop, some 3 ms
+HUNG_S_MAX: Final = 10.0  # for closing a transport that hangs; ours take 4 s at most
+TOPICS_STEP_MAX: Final = 256  # topics in one step of the loop, some 3 ms
 ASKED_AT_ONCE: Final = 1_024  # filters that are registered together, plus those that one step finds
 
 FilterKey = tuple[Key, Key | None]
@@ -191,18 +191,18 @@ class Networks(Reporter):
 
     async def _reopen_what_hangs(self, network: EndpointNetwork) -> None:
         """Close a transport that hangs, open it again, and register all filters again, since it may have forgotten
-        them. Nothing is sent meanwhile. If the close hangs as well, it is cancelled after CLOSE_S_MAX."""
+        them. Nothing is sent meanwhile. If the close hangs as well, it is cancelled after HUNG_S_MAX."""
         endpoint = network.endpoint
         while True:
             await endpoint.sends.hung.wait()
             network.is_open = False
             closing = asyncio.ensure_future(endpoint.close())
             try:
-                closed, _ = await asyncio.wait({closing}, timeout=CLOSE_S_MAX)
+                closed, _ = await asyncio.wait({closing}, timeout=HUNG_S_MAX)
             finally:
                 closing.cancel()
             if not closed:
-                log.error("a transport that hangs does not close either", endpoint=endpoint.name, waited_s=CLOSE_S_MAX)
+                log.error("a transport that hangs does not close either", endpoint=endpoint.name, waited_s=HUNG_S_MAX)
             elif (error := closing.exception()) is not None:
                 log.error("a transport that hung failed to close", endpoint=endpoint.name, error=str(error))
             network.filters.register_again()
@@ -415,10 +415,10 @@ class EndpointFilters:
         async with self._turn:
             self._find_due(interest)
             due = list(self._due)
-            for start in range(0, len(due), CHECKED_MAX):
+            for start in range(0, len(due), TOPICS_STEP_MAX):
                 if start:
                     await asyncio.sleep(0)
-                found = {key: wanted for key in due[start : start + CHECKED_MAX] if (wanted := self._wanted(key))}
+                found = {key: wanted for key in due[start : start + TOPICS_STEP_MAX] if (wanted := self._wanted(key))}
                 statuses = self._endpoint.register_before_open(list(found.values()), self._listener)
                 for (key, filter), status in zip(found.items(), statuses, strict=True):
                     if not status.code:
@@ -504,11 +504,11 @@ class EndpointFilters:
 
     async def _check_due(self) -> None:
         due, missing = list(self._due), dict[FilterKey, EndpointFilter]()
-        for start in range(0, len(due), CHECKED_MAX):
+        for start in range(0, len(due), TOPICS_STEP_MAX):
             if start:
                 await asyncio.sleep(0)
             superfluous: dict[FilterKey, EndpointFilter] = {}
-            for key in due[start : start + CHECKED_MAX]:
+            for key in due[start : start + TOPICS_STEP_MAX]:
                 self.looks += 1
                 wanted, known = self._wanted(key), self._registered.get(key)
                 if wanted is not None and (known is None or key in self._unsure):
@@ -517,7 +517,7 @@ class EndpointFilters:
                     superfluous[key] = known
                 else:
                     del self._due[key]
-            is_last = start + CHECKED_MAX >= len(due)
+            is_last = start + TOPICS_STEP_MAX >= len(due)
             if missing and (superfluous or is_last or len(missing) >= ASKED_AT_ONCE):
                 if not await self._register(missing):
                     return

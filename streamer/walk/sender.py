@@ -58,7 +58,7 @@ BATCHES_MAX: Final = 32  # in flight at once; each is a task of some 3 KB
 # gathered until then leaves in one batch, which costs less
 SPACING_S: Final = 0.005
 # of payload in flight, plus one batch; as much as our transports have in flight
-BYTES_MAX: Final = 16 << 20
+SENDING_BYTES_MAX: Final = 16 << 20
 # how long a pump or an express queue that ends waits for answers, so that less is sent again
 LAND_S: Final = 0.5
 # of the express way: messages sent at once; few, so that an urgent one does not wait long
@@ -205,7 +205,7 @@ class Sender(Generic[T]):
         queue = self.queue
         if not queue.messages or not self.flights:
             return 0.0 if queue.messages else None
-        if self.have_failed or len(self.flights) >= BATCHES_MAX or self._bytes >= BYTES_MAX:
+        if self.have_failed or len(self.flights) >= BATCHES_MAX or self._bytes >= SENDING_BYTES_MAX:
             return None
         if self._messages >= self.peer.in_flight_messages:
             return None

@@ -152,7 +152,7 @@ class Decision:
         return bool(self.legs or self.open)
 
 
-NOBODY: Final = Decision()
+FOR_NOBODY: Final = Decision()
 Version = tuple[int, int, int]
 """The versions of the rules, the interest and the pauses."""
 
@@ -193,11 +193,11 @@ class View:
         """Returns the same as `decide`, but without pauses."""
         origin = self.endpoints.owner(source.authority_name)
         if origin is None:
-            return NOBODY
+            return FOR_NOBODY
         if sink is not None:
             peer = self.endpoints.owner(sink.authority_name)
             if peer is None or not self.rules.allow(origin, peer, source):
-                return NOBODY
+                return FOR_NOBODY
             return Decision((Leg(peer, (Target(sink.authority_name, 0, None),)),))
         index, targets = self._indexes[log], dict[str, list[Target]]()
         for authority, want in self._interest.wants(source).items():

@@ -1,7 +1,7 @@
 """Subscriptions that no rule serves: somebody on another network has subscribed, and no rule lets the topic go there.
 
 Interest.changed_since --> those topics --> Causes.of(topic, authority) --> groups by cause --> notes, gauge, the log
-rules have changed ------> all topics, CHECKED_MAX in each step of the loop
+rules have changed ------> all topics, TOPICS_STEP_MAX in each step of the loop
 
 A rule is somebody's decision, so this is a note and no problem: a client must not be able to make a gateway degraded by
 subscribing to what it may not have. Ingress drops such messages with the reason `no_rule` where it hears them.
@@ -26,12 +26,12 @@ from uprotocol.uri import Key
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest, Topics
 
-CHECKED_MAX: Final = 256  # topics in one step of the loop, some 3 ms
-SHOWN_MAX: Final = 20  # causes that are named in the notes; the gauge counts all
-LOGGED_MAX: Final = 20  # lines in LOGGED_S, so that clients that subscribe again and again do not fill the log
+TOPICS_STEP_MAX: Final = 256  # topics in one step of the loop, some 3 ms
+CAUSES_SHOWN_MAX: Final = 20  # causes that are named in the notes; the gauge counts all
+CAUSES_LOGGED_MAX: Final = 20  # lines in LOGGED_S, so that clients that subscribe again and again do not fill the log
 LOGGED_S: Final = 60.0
 PATTERNS_SHOWN_MAX: Final = 3  # of one rule
-TOPIC: Final = "{topic}"
+_TOPIC: Final = "{topic}"
 
 log = structlog.get_logger()
 
@@ -43,7 +43,7 @@ class WithoutRuleCause(NamedTuple):
     ingress: str
     egress: str
     why: str  # a clause about the rule or the authority
-    remedy: str  # with TOPIC in place of the topic
+    remedy: str  # with _TOPIC in place of the topic
 
 
 class Causes:
@@ -64,7 +64,7 @@ class Causes:
             if not others or any(self._rules.may_allow(origin, peer, topic) for origin in others):
                 return None
             why = f"no rule to endpoint {peer.name} allows it"
-            return WithoutRuleCause("", peer.name, why, f'add "{TOPIC}" to `allow` of a rule with to = "{peer.name}"')
+            return WithoutRuleCause("", peer.name, why, f'add "{_TOPIC}" to `allow` of a rule with to = "{peer.name}"')
         origin = self._endpoints.owner(topic.authority_name)
         if origin is None:
             return _unknown(topic.authority_name, "topic") if is_ours else None
@@ -83,7 +83,7 @@ class Causes:
             why = f"the rule {way} denies {_listed(denying)}"
             return WithoutRuleCause(origin.name, peer.name, why, "narrow its `deny`")
         why = f"the rule {way} allows only {_listed(rule.allow)}"
-        return WithoutRuleCause(origin.name, peer.name, why, f'add "{TOPIC}" to its `allow`')
+        return WithoutRuleCause(origin.name, peer.name, why, f'add "{_TOPIC}" to its `allow`')
 
 
 def _unknown(authority: str, whose: str) -> WithoutRuleCause:
@@ -123,7 +123,7 @@ class WithoutRule(Reporter):
                 self._changed.clear()
                 new = list[tuple[Key, str]]()
                 for step in self.steps():
-                    new += step[: LOGGED_MAX - len(new)]
+                    new += step[: CAUSES_LOGGED_MAX - len(new)]
                     await asyncio.sleep(0)
                 self._log(new)
         finally:
@@ -134,7 +134,7 @@ class WithoutRule(Reporter):
         self._changed.set()
 
     def steps(self) -> Iterator[list[tuple[Key, str]]]:
-        """Check what has changed, CHECKED_MAX topics in each step. Yields what no rule serves and was served before."""
+        """Check what has changed, TOPICS_STEP_MAX in each step. Yields what no rule serves and was served before."""
         versions = self._rules.version, self._interest.version
         topics: Topics = None
         if self._seen is not None and self._seen[0] == versions[0]:
@@ -144,8 +144,8 @@ class WithoutRule(Reporter):
         else:
             due = list(dict.fromkeys([*self._of_topic, *map(uris.key, self._interest.topics())]))
         self._seen = versions
-        for start in range(0, len(due), CHECKED_MAX):
-            yield [found for topic in due[start : start + CHECKED_MAX] for found in self._check(topic)]
+        for start in range(0, len(due), TOPICS_STEP_MAX):
+            yield [found for topic in due[start : start + TOPICS_STEP_MAX] for found in self._check(topic)]
 
     def _check(self, topic: Key) -> list[tuple[Key, str]]:
         self.looks += 1
@@ -169,7 +169,7 @@ class WithoutRule(Reporter):
         now = asyncio.get_running_loop().time()
         if now >= self._logged_since + LOGGED_S:
             self._logged, self._logged_since = 0, now
-        for topic, authority in new[: LOGGED_MAX - self._logged]:
+        for topic, authority in new[: CAUSES_LOGGED_MAX - self._logged]:
             known = self._of_topic.get(topic, {}).get(authority)
             if known is not None:
                 self._logged += 1
@@ -179,20 +179,20 @@ class WithoutRule(Reporter):
                     topic=text,
                     subscriber=authority if who is None else uris.format(who),
                     why=known.why,
-                    remedy=known.remedy.replace(TOPIC, text),
+                    remedy=known.remedy.replace(_TOPIC, text),
                 )
 
     # Reports
 
     def notes(self) -> Iterator[str]:
         """Yields a sentence for each cause, with one of its subscriptions."""
-        for cause, group in islice(self._groups.items(), SHOWN_MAX):
+        for cause, group in islice(self._groups.items(), CAUSES_SHOWN_MAX):
             (topic, authority), count = next(iter(group)), len(group)
             subscriber = self._interest.subscriber(topic, authority)
             who = authority if subscriber is None else uris.format(subscriber)
             yield sentence(cause, uris.format(to_uri(topic)), who, count - 1)
-        if len(self._groups) > SHOWN_MAX:
-            rest = sum(len(group) for group in islice(self._groups.values(), SHOWN_MAX, None))
+        if len(self._groups) > CAUSES_SHOWN_MAX:
+            rest = sum(len(group) for group in islice(self._groups.values(), CAUSES_SHOWN_MAX, None))
             yield f"subscribed, but not forwarded: no rule allows it: {rest} more subscriptions for other reasons"
 
     def samples(self) -> Iterator[Sample]:
@@ -206,6 +206,6 @@ class WithoutRule(Reporter):
 def sentence(cause: WithoutRuleCause, topic: str, subscriber: str, more: int = 0) -> str:
     """Returns a sentence about a subscription that no rule serves, and so many more."""
     others = f" (and {more:,} more)" if more else ""
-    remedy = cause.remedy.replace(TOPIC, topic)
+    remedy = cause.remedy.replace(_TOPIC, topic)
     what = f"{subscriber} has subscribed to {topic}{others}, and {cause.why}"
     return f"subscribed, but not forwarded: no rule allows it: {what}: {remedy}"

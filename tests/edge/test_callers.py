@@ -174,7 +174,7 @@ async def test_without_tokens_everybody_is_one_client() -> None:
 async def test_a_changed_file_counts_within_a_second_and_ends_who_is_not_in_it_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(modules, "LOOK_S", 0.01)
+    monkeypatch.setattr(modules, "TOKENS_LOOK_S", 0.01)
     file = tmp_path / "tokens"
     file.write_text(f"{LINE}//cloud/8002/1/0 stays\n")
     callers, places = await opened(file), Places(10)

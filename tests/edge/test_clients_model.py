@@ -139,7 +139,12 @@ async def _play(seed: int, kept: int, *, has_callers: bool) -> None:
 )
 def test_each_record_once_and_in_order(seed: int, kept: int, all_kept: int, units_per_s: float | None) -> None:
     """`units_per_s`: of each caller; None: they are not told apart."""
-    changed = {"KEPT_BYTES_MAX": kept, "ALL_KEPT_BYTES_MAX": all_kept, "FEEDS_FREE": 0, "UNITS_PER_S": units_per_s or 1}
+    changed = {
+        "KEPT_BYTES_MAX": kept,
+        "ALL_KEPT_BYTES_MAX": all_kept,
+        "FEEDS_FREE": 0,
+        "FEED_UNITS_PER_S": units_per_s or 1,
+    }
     with pytest.MonkeyPatch.context() as patched:
         for name, value in changed.items():
             patched.setattr(feeds, name, value)
@@ -150,7 +155,7 @@ async def test_many_feeds_of_one_caller_share_a_rate() -> None:
     few, many = SharedRate(), SharedRate()
     few.feeds, many.feeds = feeds.FEEDS_FREE, feeds.FEEDS_FREE + 1
     assert few.pause_s(1_000_000) == 0
-    pauses = [many.pause_s(feeds.UNITS_PER_S) for _ in range(3)]
+    pauses = [many.pause_s(feeds.FEED_UNITS_PER_S) for _ in range(3)]
     assert pauses == pytest.approx([1, 2, 3], abs=0.1)
 
 

@@ -167,7 +167,7 @@ async def test_a_missing_extra_is_said_with_what_to_install(
 async def test_readyz_and_metrics_say_what_is_wrong_with_the_files_of_the_edge(
     make_world: MakeWorld, http: aiohttp.ClientSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(modules, "LOOK_S", 0.01)
+    monkeypatch.setattr(modules, "TOKENS_LOOK_S", 0.01)
     authority, file = TestAuthority(tmp_path), tmp_path / "tokens"
     certificate, key = authority.issue("edge", 5 * DAY)
     file.write_text("//cloud/8001/1/0 secret\n")
@@ -270,7 +270,7 @@ def test_check_names_the_mistakes_of_the_file_of_tokens(tmp_path: Path) -> None:
 async def test_an_item_of_a_publisher_reaches_a_stream_until_its_token_is_withdrawn(
     make_world: MakeWorld, http: aiohttp.ClientSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(modules, "LOOK_S", 0.01)
+    monkeypatch.setattr(modules, "TOKENS_LOOK_S", 0.01)
     file, key = tmp_path / "tokens", tmp_path / "publishers.key"
     file.write_text("//vehicle1/8001/1/0 secret\n")
     key.write_text("k" * 32)

@@ -489,7 +489,7 @@ async def test_an_answer_that_is_empty_and_goes_further_moves_the_last_id(linked
 async def test_a_link_that_does_not_help_is_reported_and_asked_at_the_next_gap(
     linked: Linked, answer: Callable[[], web.Response], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(made_of, "REST", 0)
+    monkeypatch.setattr(made_of, "REST_FACTOR", 0)
     world, backend, heard = linked
     backend.answer = answer
     await channels_of(world).publish(chain(5))

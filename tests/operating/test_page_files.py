@@ -16,7 +16,7 @@ import pytest
 
 from streamer.config import AdminSection
 from streamer.operating import http_port as ports
-from streamer.operating.http_port import FILES, HttpPort
+from streamer.operating.http_port import PAGE_FOLDER, HttpPort
 from tests.operating.fake_gateway import TOKEN, FakeGateway
 
 JSON = {"Content-Type": "application/json"}
@@ -39,7 +39,7 @@ def _ask(url: str, body: bytes | None, headers: Mapping[str, str]) -> tuple[int,
 
 
 def files() -> Iterator[tuple[str, Path]]:
-    for file in sorted(FILES.iterdir()):
+    for file in sorted(PAGE_FOLDER.iterdir()):
         yield ("" if file.name == "index.html" else f"page/{file.name}"), file
 
 
@@ -137,17 +137,17 @@ class Found(HTMLParser):
 
 def test_the_page_needs_nothing_from_elsewhere_and_no_inline_script() -> None:
     found = Found()
-    found.feed((FILES / "index.html").read_text())
+    found.feed((PAGE_FOLDER / "index.html").read_text())
     assert not found.inline
-    ours = {f"/page/{file.name}" for file in FILES.iterdir()}
+    ours = {f"/page/{file.name}" for file in PAGE_FOLDER.iterdir()}
     assert all(one.startswith("#") or one == "data:," or one in ours for one in found.references)
-    for file in FILES.glob("*.js"):
+    for file in PAGE_FOLDER.glob("*.js"):
         text = file.read_text()
         imported = re.findall(r"from '([^']+)'", text)
         assert set(imported) <= ours, file.name
         for forbidden in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "http:", "https:"):
             assert forbidden not in text.replace("http://www.w3.org/2000/svg", ""), (file.name, forbidden)
-    assert not re.search(r"url\((?!#)|@import", (FILES / "page.css").read_text())
+    assert not re.search(r"url\((?!#)|@import", (PAGE_FOLDER / "page.css").read_text())
 
 
 def test_a_gateway_without_an_admin_port_imports_none_of_it() -> None:
@@ -158,4 +158,4 @@ def test_a_gateway_without_an_admin_port_imports_none_of_it() -> None:
 
 
 def test_every_file_has_a_type() -> None:
-    assert {file.suffix for file in FILES.iterdir()} <= set(ports.FILE_TYPES)
+    assert {file.suffix for file in PAGE_FOLDER.iterdir()} <= set(ports.FILE_TYPES)

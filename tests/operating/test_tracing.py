@@ -126,7 +126,7 @@ async def test_what_a_network_refuses_is_held_or_a_dead_letter_in_its_trace(
 async def test_a_collector_that_is_away_costs_spans_and_nothing_else(
     make_world: MakeWorld, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracing, "PAUSE_S", 0.01)
+    monkeypatch.setattr(tracing, "COLLECTOR_PAUSE_S", 0.01)
     collector.status = 503
     world = await published(make_world, collector)
     await world.until(lambda: any("503" in note for note in world.parts.notes()))
@@ -266,7 +266,7 @@ def test_a_full_queue_and_what_a_collector_rejects_are_counted(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracing, "QUEUE_SPANS_MAX", 2)
-    monkeypatch.setattr(tracing, "PERIOD_S", 60.0)
+    monkeypatch.setattr(tracing, "SPANS_GATHER_S", 60.0)
     collector.rejected = 1
     exporter = SpanExporter(TracingSection(otlp=collector.url), "vehicle1")
     made = Made()

@@ -303,7 +303,7 @@ def test_ends_of_samples_behind_a_whole_one() -> None:
 
 
 def test_more_topics_than_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spark_ingest.decode.ROUTES_CACHED_MAX", 3)
+    monkeypatch.setattr("spark_ingest.decode.ROUTES_DECODED_MAX", 3)
     decoder = Decoder()
     for start in range(0x8000, 0x8020, 4):
         topics = [uris.uri("v", 1, 1, start + number) for number in range(4)]

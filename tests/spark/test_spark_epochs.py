@@ -411,7 +411,7 @@ def test_too_many_waiting_epochs_are_delivered_as_incomplete() -> None:
     """The durable log is read from days ago; the one in memory has the last minutes."""
     both, gates = [A, B], Gates()
     seen: dict[int, str | None] = {}
-    step = epochs.WAITING_MAX // 4
+    step = epochs.EPOCHS_WAITING_MAX // 4
     for first in range(2, 8 * step, step):
         versions = range(first, first + step)
         frontiers = [frontier(3 * version, version, {version}, opened={version}, logs=both) for version in versions]
@@ -421,7 +421,7 @@ def test_too_many_waiting_epochs_are_delivered_as_incomplete() -> None:
         for index in range(step):
             rows.seq[index] = 3 * (first + index) + 1
         seen |= chosen(gates, end, rows, 3 * first - 1)
-        assert len(end[KEY].waiting) <= epochs.WAITING_MAX
+        assert len(end[KEY].waiting) <= epochs.EPOCHS_WAITING_MAX
         assert len(json.dumps(epochs.to_json(end))) < 300_000
         gates = end
     assert set(seen.values()) == {epochs.TOO_MANY}, "the reason in the batch in which the limit was passed"

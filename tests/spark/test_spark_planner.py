@@ -471,7 +471,7 @@ def test_topics_that_are_granted_to_a_running_query_come_without_a_new_record(
     runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The poll that waits has passed their records, since they did not match."""
-    monkeypatch.setattr(polls, "WAIT_MS_MAX", 50)
+    monkeypatch.setattr(polls, "SPARK_WAIT_MS_MAX", 50)
     history = ModelHistory()
     history.append(*records(2), *records(3, topic=1, begin=10))
     history.visible = frozenset(TOPICS[:1])

@@ -42,7 +42,7 @@ class Between(CopyPace):
 def test_a_store_that_is_written_meanwhile_is_copied_as_it_was(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copies, "WAL_BYTES_MAX", 100_000)
+    monkeypatch.setattr(copies, "COPIED_WAL_BYTES_MAX", 100_000)
     target = tmp_path / "copy.db"
     with contextlib.closing(REAL_DISK.connect(store)) as db:
         pace = Between(target, lambda: db.execute("UPDATE one SET text = text || 'y' WHERE number % 50 = 0"))

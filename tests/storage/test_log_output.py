@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.logs import WAITING_BYTES_MAX, LogOutput
+from storage.logs import UNWRITTEN_BYTES_MAX, LogOutput
 
 LINE = "x" * 999 + "\n"
 
@@ -38,7 +38,7 @@ def test_lines_come_whole_and_in_order() -> None:
 
 def test_a_reader_that_stands_still_holds_nobody_up_and_learns_how_many_lines_were_lost() -> None:
     reader, writer = os.pipe()
-    output, lines = LogOutput(writer), 3 * WAITING_BYTES_MAX // len(LINE)
+    output, lines = LogOutput(writer), 3 * UNWRITTEN_BYTES_MAX // len(LINE)
     for _ in range(lines):
         output.write(LINE)  # would block after 64 KiB
     assert (

@@ -227,7 +227,7 @@ def test_kinds_of_a_strangers_making_are_bounded_and_counted(desk: Desk) -> None
     assert len(desk.lines) <= logs.KINDS_PER_TEXT_MAX + 1
     for number in range(5_000):
         desk.log(f"text {number}")
-    assert len(desk.repeats._kinds) <= logs.KINDS_MAX + 1
+    assert len(desk.repeats._kinds) <= logs.LINE_KINDS_MAX + 1
     desk.log("honest")
     desk.repeats.close()
     assert desk.reported == 10_001
@@ -244,7 +244,7 @@ NAMES = st.sampled_from(["x", "y", None])
 def test_nothing_is_lost(happened: list[tuple[str, str | None, str | None, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         desk = Desk(patch)
-        patch.setattr(logs, "CHANGES_MAX", 2)
+        patch.setattr(logs, "CHANGE_LINES_MAX", 2)
         for event, endpoint, why, passes in happened:
             desk.clock.now += passes
             if passes % 2:
@@ -288,7 +288,7 @@ def test_the_end_of_a_condition_is_never_held_back_and_neither_is_its_return(des
 def test_reasons_that_a_stranger_chooses_are_bounded_and_the_last_one_is_reported(desk: Desk) -> None:
     for number in range(1_000):
         desk.log("refused", authority="car", why="x" * (number % 200))
-    assert len(desk.lines) == logs.CHANGES_MAX + 1
+    assert len(desk.lines) == logs.CHANGE_LINES_MAX + 1
     desk.clock.now += logs.PERIOD_S
     desk.repeats.flush()
     assert desk.lines[-1]["why"] == "x" * 199

@@ -99,12 +99,12 @@ async def test_a_flood_costs_no_memory_and_is_counted(tmp_path: Path, monkeypatc
     monkeypatch.setattr(dead_letter, "STORED_PER_MINUTE", 1 << 30)
     desk = Desk(tmp_path / "letters.db")
     message = publication()
-    for _ in range(dead_letter.QUEUED_MAX + 100):
+    for _ in range(dead_letter.LETTERS_QUEUED_MAX + 100):
         desk.letters.add(message, UCode.UNAVAILABLE, "away", "cloud")
-    assert (desk.letters.total, desk.letters.lost) == (dead_letter.QUEUED_MAX + 100, 100)
-    assert desk.letters.by_code == {"UNAVAILABLE": dead_letter.QUEUED_MAX + 100}
+    assert (desk.letters.total, desk.letters.lost) == (dead_letter.LETTERS_QUEUED_MAX + 100, 100)
+    assert desk.letters.by_code == {"UNAVAILABLE": dead_letter.LETTERS_QUEUED_MAX + 100}
     await desk.letters.close()
-    assert len(desk.published) == dead_letter.QUEUED_MAX
+    assert len(desk.published) == dead_letter.LETTERS_QUEUED_MAX
 
 
 async def test_the_oldest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +296,7 @@ async def test_the_flood_of_one_pushes_out_its_own_and_leaves_what_others_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dead_letter, "STORED_MAX", 20)
-    monkeypatch.setattr(dead_letter, "QUEUED_MAX", 10)
+    monkeypatch.setattr(dead_letter, "LETTERS_QUEUED_MAX", 10)
     desk = Desk(tmp_path / "letters.db")
     for number in range(4):
         desk.letters.add(of("honest", b"%d" % number), UCode.UNAVAILABLE, "away", "cloud")

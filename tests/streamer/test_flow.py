@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from campaigns.simulation.loop import VirtualLoop
 from storage.runtime import Used
-from streamer.walk.flow import ACTIVE_S, HELD_S_MAX, LAG_RECORDS_MAX, LOOK_S, SHARE_RECORDS, Flow
+from streamer.walk.flow import ACTIVE_S, HELD_S_MAX, LAG_RECORDS_MAX, MEASURE_S, SHARE_RECORDS, Flow
 from tests.tiers import examples
 from uprotocol import uri as uris
 from uprotocol.status import OK, UStatusError
@@ -192,8 +192,8 @@ def test_a_burst_is_taken_in_though_the_peer_is_slow(cost_s: float, answer_s: fl
         pumping = loop.create_task(gateway.pump())
         await gateway.flood(records)
         pumping.cancel()
-        assert gateway.longest_s <= 3 * LOOK_S
-        assert loop.now <= 2 * records / SHARE_RECORDS * LOOK_S
+        assert gateway.longest_s <= 3 * MEASURE_S
+        assert loop.now <= 2 * records / SHARE_RECORDS * MEASURE_S
 
     on_virtual_time(scenario)
 

@@ -233,7 +233,7 @@ class Holding:
 async def test_what_a_network_cant_send_again_is_held_in_order_until_the_log_takes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flows, "RETRY_S", 0.001)
+    monkeypatch.setattr(flows, "STORE_RETRY_S", 0.001)
     log: Any = Refusing()
     log.error = FULL
     held = Holding(log, Flow())
@@ -251,7 +251,7 @@ async def test_what_a_network_cant_send_again_is_held_in_order_until_the_log_tak
 async def test_what_is_held_is_refused_in_the_end_and_nothing_more_is_held_until_the_log_has_recovered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flows, "RETRY_S", 0.001)
+    monkeypatch.setattr(flows, "STORE_RETRY_S", 0.001)
     monkeypatch.setattr(flows, "HOLD_S", 0.02)
     log: Any = Refusing()
     log.error = FULL

@@ -71,7 +71,7 @@ async def test_a_first_start_is_a_note_for_a_while(make_world: MakeWorld, monkey
     assert note.startswith(NEW)
     assert world.parts.problems() == []
     with monkeypatch.context() as patch:
-        patch.setattr(new_stores, "NOTE_MS", 0)
+        patch.setattr(new_stores, "NEW_NOTE_MS", 0)
         assert new(world) == []
     await world.restart()
     (note,) = new(world)  # other services may still have to be told of the subscriptions, the log is known

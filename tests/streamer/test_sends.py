@@ -243,7 +243,7 @@ async def test_a_transport_that_stalls_for_ever_is_always_reported_and_delays_no
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its `close` does not return either."""
-    monkeypatch.setattr(networks, "CLOSE_S_MAX", 0.05)
+    monkeypatch.setattr(networks, "HUNG_S_MAX", 0.05)
     topics = {uris.format(TOPIC): ["//cloud/9001/1/0", "//mcu1/9001/1/0"]}
     world = await make_world(subscriptions=topics, egress=SHORT)
     mcu, vehicle = await world.node("mcu", "mcu1"), await world.node("vehicle", "vehicle1")

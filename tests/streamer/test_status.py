@@ -22,7 +22,7 @@ from streamer.data_dir import CONTROL_SOCKET, LOG_LOCK
 from streamer.durations import Durations
 from streamer.egress import hold_state
 from streamer.operating import control, metrics
-from streamer.operating.meters import STEP_S, WINDOW_S, Meter
+from streamer.operating.meters import RATE_WINDOW_S, STEP_S, Meter
 from streamer.parts.readiness import Readiness
 from streamer.parts.status import StreamerStatus
 from streamer.reporting import build
@@ -280,8 +280,8 @@ def test_a_rate_is_the_mean_of_the_last_seconds_and_a_time_is_that_of_the_last_r
     assert meter.rose_ms == 20
     for tenth in range(100):
         meter.look(1_000, 125.0 + tenth / 10, 30)
-    assert meter.per_s(125.0 + WINDOW_S) == 0, "who looks more often changes nothing"
-    assert len(meter._seen) <= WINDOW_S / STEP_S + 1
+    assert meter.per_s(125.0 + RATE_WINDOW_S) == 0, "who looks more often changes nothing"
+    assert len(meter._seen) <= RATE_WINDOW_S / STEP_S + 1
 
 
 # Metrics

@@ -17,7 +17,7 @@ from streamer.parts.status import StatusPart
 from streamer.parts.unmatched import UNMATCHED_S, UnmatchedPart
 from streamer.walk.endpoint import Endpoints
 from streamer.walk.view import Rule, Rules
-from streamer.walk.without_rule import LOGGED_MAX, Causes, WithoutRule
+from streamer.walk.without_rule import CAUSES_LOGGED_MAX, Causes, WithoutRule
 from tests.streamer.conftest import THREE, MakeWorld, World, endpoints, publication
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.wire import Status, Subscription
@@ -166,12 +166,12 @@ async def test_what_nobody_elsewhere_wants_is_not_counted(make_world: MakeWorld)
 
 
 async def test_the_lines_of_the_log_are_limited(make_world: MakeWorld) -> None:
-    topics = {f"//vehicle1/8001/1/{number:X}": [SUBSCRIBER] for number in range(0x9000, 0x9000 + 5 * LOGGED_MAX)}
+    topics = {f"//vehicle1/8001/1/{number:X}": [SUBSCRIBER] for number in range(0x9000, 0x9000 + 5 * CAUSES_LOGGED_MAX)}
     with capture_logs() as lines:
         world = await make_world({**THREE, "vehicle": "none"}, topics, RULE)
         await world.until(lambda: len(world.parts.of(WithoutRulePart).without_rule) == len(topics))
         await world.until(lambda: any("not served" in line["event"] for line in lines))
-    assert len([line for line in lines if "not served" in line["event"]]) == LOGGED_MAX
+    assert len([line for line in lines if "not served" in line["event"]]) == CAUSES_LOGGED_MAX
 
 
 async def test_patterns_that_match_nothing_are_named(make_world: MakeWorld) -> None:

@@ -180,7 +180,7 @@ async def test_what_is_behind_an_unheard_publish_of_its_topic_is_not_sent(encode
 async def test_a_later_call_does_not_overtake_messages_whose_result_is_not_reported_yet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("transports.mqtt5.transport.DRAIN_MS_MAX", 0)
+    monkeypatch.setattr("transports.mqtt5.transport.CLOSE_DRAIN_MS_MAX", 0)
     async with answering() as broker:
         settings = Mqtt5Config(port=broker.port)
         async with Mqtt5Transport(settings, LocalUriProvider("caller", 0x10AB, 3)) as caller:

@@ -206,7 +206,7 @@ async def test_the_filter_on_which_a_broker_disconnects_is_found_and_left_out(
     broker: Broker, hung: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """RabbitMQ disconnects on a forbidden SUBSCRIBE. `hung`: a broker that does not answer it at all."""
-    monkeypatch.setattr(session, "PAUSE_MS", (1, 1))
+    monkeypatch.setattr(session, "RECONNECT_PAUSE_MS", (1, 1))
     monkeypatch.setattr(link, "TICK_MS", 20)
     if hung:
         monkeypatch.setattr(link.Connection.ask, "__defaults__", (0.2,))
@@ -236,7 +236,7 @@ async def test_a_filter_on_which_the_broker_disconnects_is_requested_again_later
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "HANG_UP_MS", (1, 1))
-    monkeypatch.setattr(session, "PAUSE_MS", (1, 1))
+    monkeypatch.setattr(session, "RECONNECT_PAUSE_MS", (1, 1))
     monkeypatch.setattr(link, "TICK_MS", 20)
     heard = Heard()
     async with refusing(broker) as proxy, end(proxy.port) as one:
@@ -251,7 +251,7 @@ async def test_a_filter_on_which_the_broker_disconnects_is_requested_again_later
 
 async def test_one_filter_too_many_costs_only_itself(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit of 6 for each connection, one of which is the count of what the broker drops."""
-    monkeypatch.setattr(session, "PAUSE_MS", (1, 1))
+    monkeypatch.setattr(session, "RECONNECT_PAUSE_MS", (1, 1))
     monkeypatch.setattr(link, "TICK_MS", 20)
     heard = Heard()
     async with refusing(broker) as proxy, end(proxy.port) as one:

@@ -34,7 +34,7 @@ def message(payload: bytes) -> UMessage:
 
 def packet(payload: bytes, packet_id: int = 1) -> bytes:
     body = b"\x00\x05topic" + struct.pack("!H", packet_id) + b"\x00" + payload
-    return bytes((wire.PUBLISH | wire.QOS1,)) + wire.varint(len(body)) + body
+    return bytes((wire.PUBLISH_BITS | wire.QOS1,)) + wire.varint(len(body)) + body
 
 
 def end(broker: Broker, authority: str, **settings: Any) -> Mqtt5Transport:

@@ -21,7 +21,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-PUBLISH = wire.PUBLISH | wire.QOS1
+PUBLISH = wire.PUBLISH_BITS | wire.QOS1
 FORBIDDEN, ALLOWED = uris.parse("up://sender/10AB/3/8001"), uris.parse("up://sender/10AB/3/8002")
 
 

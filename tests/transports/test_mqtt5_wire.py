@@ -77,7 +77,7 @@ def test_we_read_what_paho_writes() -> None:
     properties.ContentType = "2"
     packed = properties.pack()
     body = b"\x00\x01t\x00\x09" + packed + b"payload"
-    publish = wire.read_publish(wire.PUBLISH | wire.QOS1, body)
+    publish = wire.read_publish(wire.PUBLISH_BITS | wire.QOS1, body)
     assert wire.read_packet(publish) == Packet("t", [("uP", "1")], None, None, "2", b"payload")
 
 

@@ -70,7 +70,7 @@ async def test_each_publisher_with_an_older_layout_is_reported_once_and_all_its_
 
 
 async def test_older_messages_stop_crossing_the_network_when_enough_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(older, "COUNTED_MAX", 5)
+    monkeypatch.setattr(older, "OLDER_COUNTED_MAX", 5)
     monkeypatch.setattr(older, "LOGGED_AUTHORITIES_MAX", 3)
     async with gateway() as (transport, session):
         publisher: Any = session.declare_publisher(OLD_KEY.format("ecu1"))

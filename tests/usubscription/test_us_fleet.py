@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from storage.runtime import BATCH_MAX
+from storage.runtime import WORK_BATCH_MAX
 from uprotocol import uri as uris
 from uprotocol.attributes import NOTIFICATION, REQUEST, RESPONSE
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
@@ -156,17 +156,17 @@ async def test_in_a_burst_answers_leave_before_notifications(world: Any, monkeyp
     await raw.notified[4].count(1)
     types = [message.attributes.type for batch in batches for message in batch]
     before = types[: types.index(NOTIFICATION)]
-    assert before.count(RESPONSE) >= len(TOPICS) - BATCH_MAX
+    assert before.count(RESPONSE) >= len(TOPICS) - WORK_BATCH_MAX
 
 
 async def test_a_burst_lasts_until_nobody_waits_for_an_answer(world: Any) -> None:
     """A store that keeps up has fewer waiting requests than one transaction takes, while more arrive."""
     service, _, _ = await begin(world, lambda vehicle: [SUBSCRIBED])
     lull, who = service.notifier._responses.lull, ("cloud", 0x10)
-    service.entry.is_waiting(who, BATCH_MAX)
+    service.entry.is_waiting(who, WORK_BATCH_MAX)
     assert lull.is_set()
     service.entry.is_waiting(who, 1)
-    service.entry.is_waiting(who, -BATCH_MAX)
+    service.entry.is_waiting(who, -WORK_BATCH_MAX)
     assert not lull.is_set()
     service.entry.is_waiting(who, -1)
     assert lull.is_set()

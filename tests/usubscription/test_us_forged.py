@@ -107,7 +107,7 @@ async def test_notifications_that_say_nothing_make_nobody_fetch_all_the_time(
 ) -> None:
     """A notification without a topic follows a Reset: the client fetches again, but not once for each of them."""
     liar = await Liar(await world.transport("dev1", 0, 4)).open()
-    monkeypatch.setattr(sources, "RETRY_FIRST_MS", 60_000)
+    monkeypatch.setattr(sources, "FETCH_RETRY_FIRST_MS", 60_000)
     source = ServiceInterest(await world.transport("dev1", 0x99), LOCAL, "dev1")
     await source.start()
     before = liar.asked

@@ -160,7 +160,7 @@ async def test_service_interest_fetches_and_follows(world: Any) -> None:
 async def test_service_interest_serves_on_and_says_so_while_the_service_is_away(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "RETRY_FIRST_MS", 20)
+    monkeypatch.setattr(sources, "FETCH_RETRY_FIRST_MS", 20)
     await world.service()
     client = await world.client()
     await client.subscribe(TOPIC)
@@ -282,7 +282,7 @@ async def test_a_foreign_v3_service_is_asked_topic_by_topic_once_and_followed(wo
 async def test_a_foreign_v3_service_that_went_away_is_asked_again_when_it_returns(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "RETRY_FIRST_MS", 20)
+    monkeypatch.setattr(sources, "FETCH_RETRY_FIRST_MS", 20)
     old = OldService(await world.transport("old", 0, 3))
     await old.open()
     topic = uris.parse("//old/20/1/8001")

@@ -152,7 +152,7 @@ async def test_a_change_that_a_destination_refuses_for_ever_is_given_up_and_coun
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notifier, "TRIES_MAX", 3)
-    monkeypatch.setattr(notifier, "RETRY_MAX_MS", 200)
+    monkeypatch.setattr(notifier, "NOTIFIER_RETRY_MAX_MS", 200)
     service, sieve, watchers = await watched(world, "dev2")
     sieve.verdict = lambda message: (
         UCode.INTERNAL if message.attributes.sink.authority_name == "dev2" and numbers([message]) == [1] else None
@@ -199,8 +199,8 @@ async def test_a_try_again_is_the_same_message(world: Any) -> None:
 async def test_with_random_troubles_every_destination_gets_everything_in_order(
     world: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notifier, "RETRY_FIRST_MS", 5)
-    monkeypatch.setattr(notifier, "RETRY_MAX_MS", 20)
+    monkeypatch.setattr(notifier, "NOTIFIER_RETRY_FIRST_MS", 5)
+    monkeypatch.setattr(notifier, "NOTIFIER_RETRY_MAX_MS", 20)
     dice = random.Random(seed)
     service, sieve, watchers = await watched(world, "dev1", "dev2", "dev3")
     codes = [UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED, UCode.ABORTED]
@@ -280,7 +280,7 @@ async def test_a_change_waits_for_its_answer_and_not_for_one_that_never_comes() 
 async def test_the_answer_leaves_before_the_notifications_of_the_change(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notifier, "GATHER_MS", 0)
+    monkeypatch.setattr(notifier, "NOTIFIER_GATHER_MS", 0)
     await world.service()
     sieve = Sieve(world.transports["dev1"])
     left: list[int] = []

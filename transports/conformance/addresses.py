@@ -39,7 +39,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-REFUSED: Final = (UCode.PERMISSION_DENIED, UCode.UNAUTHENTICATED)
+REFUSED_CODES: Final = (UCode.PERMISSION_DENIED, UCode.UNAUTHENTICATED)
 ADDRESS_CHARACTERS_MAX: Final = 1_024
 
 
@@ -192,7 +192,7 @@ class AddressConformance(TransportHarness):
             assert status.code != UCode.OK, "the network answered with an error, so the message is not sent"
             assert status.message
         await self.take_messages(ALPHA)
-        await self.send_until_taken(sender, messages, *REFUSED)
+        await self.send_until_taken(sender, messages, *REFUSED_CODES)
         assert await self.settle(sender, heard) == [b"before", b"0", b"1", b"2"]
 
     async def test_an_address_that_is_refused_costs_no_other(self, ends: Ends, pair: Pair) -> None:
@@ -213,11 +213,11 @@ class AddressConformance(TransportHarness):
         statuses = await sender.send_batch([allowed[0], forbidden[0], allowed[1], forbidden[1], allowed[2]])
         assert codes(statuses[::2]) == [UCode.OK] * 3
         for status in statuses[1::2]:
-            assert status.code in REFUSED, status
+            assert status.code in REFUSED_CODES, status
             assert status.message
         assert sorted(await self.settle(sender, heard)) == [b"1", b"2", b"3"]
         await self.allow_addresses(ALPHA)
-        await self.send_until_taken(sender, forbidden, *REFUSED)
+        await self.send_until_taken(sender, forbidden, *REFUSED_CODES)
         await for_gamma.expect(2)
         await self.settle(sender, for_gamma, sink=reply(GAMMA))
         assert sorted(one for one in for_gamma.payloads if not one.startswith(b"mark")) == [b"notification", b"publish"]

@@ -36,12 +36,12 @@ Pair = tuple[UTransport, UTransport]
 PROBE_EVERY_S: Final = 0.05
 SENT_AT_ONCE: Final = 500
 EVENTUALLY_EVERY_S: Final = 0.01
-TIMEOUT_S: Final = 120.0  # of a test with its fixtures; also ends one whose loop can't be closed
+TEST_TIMEOUT_S: Final = 120.0  # of a test with its fixtures; also ends one whose loop can't be closed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the marker need not be registered in the plugin's project
     spec = pytest.mark.spec
-    _timeout = pytest.mark.timeout(TIMEOUT_S)
+    _timeout = pytest.mark.timeout(TEST_TIMEOUT_S)
 
 
 class Ends:

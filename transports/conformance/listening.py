@@ -16,11 +16,11 @@ from transports.conformance.base import Ends, Pair, TransportHarness, spec
 from transports.conformance.messages import (
     ALPHA,
     BETA,
-    ENTITY,
     GAMMA,
     OTHER,
     PROBE,
-    VERSION,
+    UE_ID,
+    UE_VERSION,
     code_of,
     codes,
     example,
@@ -92,32 +92,32 @@ SEES: dict[str, set[str]] = {
 # of the notification from topic() to reply()
 MATCHING: dict[str, tuple[UUri, UUri]] = {
     "exact": (topic(), reply()),
-    "any source authority": (uris.uri("*", ENTITY, VERSION, 0x9A01), reply()),
-    "any source type": (uris.uri(ALPHA, ENTITY | 0xFFFF, VERSION, 0x9A01), reply()),
-    "any source instance": (uris.uri(ALPHA, ENTITY | 0xFFFF_0000, VERSION, 0x9A01), reply()),
-    "any source entity": (uris.uri(ALPHA, 0xFFFF_FFFF, VERSION, 0x9A01), reply()),
-    "any source version": (uris.uri(ALPHA, ENTITY, 0xFF, 0x9A01), reply()),
-    "any source resource": (uris.uri(ALPHA, ENTITY, VERSION, 0xFFFF), reply()),
+    "any source authority": (uris.uri("*", UE_ID, UE_VERSION, 0x9A01), reply()),
+    "any source type": (uris.uri(ALPHA, UE_ID | 0xFFFF, UE_VERSION, 0x9A01), reply()),
+    "any source instance": (uris.uri(ALPHA, UE_ID | 0xFFFF_0000, UE_VERSION, 0x9A01), reply()),
+    "any source entity": (uris.uri(ALPHA, 0xFFFF_FFFF, UE_VERSION, 0x9A01), reply()),
+    "any source version": (uris.uri(ALPHA, UE_ID, 0xFF, 0x9A01), reply()),
+    "any source resource": (uris.uri(ALPHA, UE_ID, UE_VERSION, 0xFFFF), reply()),
     "any source": (uris.ANY, reply()),
-    "any sink authority": (topic(), uris.uri("*", ENTITY, VERSION, 0)),
-    "any sink type": (topic(), uris.uri(BETA, ENTITY | 0xFFFF, VERSION, 0)),
-    "any sink instance": (topic(), uris.uri(BETA, ENTITY | 0xFFFF_0000, VERSION, 0)),
-    "any sink version": (topic(), uris.uri(BETA, ENTITY, 0xFF, 0)),
+    "any sink authority": (topic(), uris.uri("*", UE_ID, UE_VERSION, 0)),
+    "any sink type": (topic(), uris.uri(BETA, UE_ID | 0xFFFF, UE_VERSION, 0)),
+    "any sink instance": (topic(), uris.uri(BETA, UE_ID | 0xFFFF_0000, UE_VERSION, 0)),
+    "any sink version": (topic(), uris.uri(BETA, UE_ID, 0xFF, 0)),
     "any sink": (uris.ANY, _ANY_AT_BETA),
     "anything at all": (uris.ANY, uris.ANY),
 }
 NOT_MATCHING: dict[str, tuple[UUri, UUri]] = {
-    "another source authority": (uris.uri("alph", ENTITY, VERSION, 0x9A01), reply()),
-    "another source type": (uris.uri(ALPHA, ENTITY ^ 0x1, VERSION, 0x9A01), reply()),
-    "another source instance": (uris.uri(ALPHA, ENTITY ^ 0x1_0000, VERSION, 0x9A01), reply()),
-    "source instance 0 is no wildcard": (uris.uri(ALPHA, ENTITY & 0xFFFF, VERSION, 0x9A01), reply()),
-    "any source type of another instance": (uris.uri(ALPHA, 0x4_FFFF, VERSION, 0x9A01), reply()),
-    "another source version": (uris.uri(ALPHA, ENTITY, VERSION + 1, 0x9A01), reply()),
-    "another source resource": (uris.uri(ALPHA, ENTITY, VERSION, 0x9A02), reply()),
-    "another sink authority": (topic(), uris.uri("bet", ENTITY, VERSION, 0)),
-    "another sink type": (topic(), uris.uri(BETA, ENTITY ^ 0x1, VERSION, 0)),
-    "sink instance 0 is no wildcard": (topic(), uris.uri(BETA, ENTITY & 0xFFFF, VERSION, 0)),
-    "another sink version": (topic(), uris.uri(BETA, ENTITY, VERSION + 1, 0)),
+    "another source authority": (uris.uri("alph", UE_ID, UE_VERSION, 0x9A01), reply()),
+    "another source type": (uris.uri(ALPHA, UE_ID ^ 0x1, UE_VERSION, 0x9A01), reply()),
+    "another source instance": (uris.uri(ALPHA, UE_ID ^ 0x1_0000, UE_VERSION, 0x9A01), reply()),
+    "source instance 0 is no wildcard": (uris.uri(ALPHA, UE_ID & 0xFFFF, UE_VERSION, 0x9A01), reply()),
+    "any source type of another instance": (uris.uri(ALPHA, 0x4_FFFF, UE_VERSION, 0x9A01), reply()),
+    "another source version": (uris.uri(ALPHA, UE_ID, UE_VERSION + 1, 0x9A01), reply()),
+    "another source resource": (uris.uri(ALPHA, UE_ID, UE_VERSION, 0x9A02), reply()),
+    "another sink authority": (topic(), uris.uri("bet", UE_ID, UE_VERSION, 0)),
+    "another sink type": (topic(), uris.uri(BETA, UE_ID ^ 0x1, UE_VERSION, 0)),
+    "sink instance 0 is no wildcard": (topic(), uris.uri(BETA, UE_ID & 0xFFFF, UE_VERSION, 0)),
+    "another sink version": (topic(), uris.uri(BETA, UE_ID, UE_VERSION + 1, 0)),
 }
 
 
@@ -237,7 +237,7 @@ DISCARDED = ["no id", "id of version 4", "id of the year 10889", "no type", "req
 DISCARDED += ["commstatus on a notification", "token on a notification"]
 
 WIDE = {
-    "any source authority": (uris.uri("*", ENTITY, VERSION, 0x9A01), reply()),
+    "any source authority": (uris.uri("*", UE_ID, UE_VERSION, 0x9A01), reply()),
     "any source": (uris.ANY, reply()),
     "anything at all": (uris.ANY, uris.ANY),
 }

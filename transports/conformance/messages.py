@@ -23,25 +23,25 @@ from uprotocol.v1.uuid_pb2 import UUID
 ALPHA: Final = "alpha"
 BETA: Final = "beta"
 GAMMA: Final = "gamma"
-ENTITY: Final = 0x0003_10AB  # instance 3 of type 10AB
-VERSION: Final = 4
+UE_ID: Final = 0x0003_10AB  # instance 3 of type 10AB
+UE_VERSION: Final = 4
 OTHER_ID: Final = 0x9A02  # of a second topic
 TTL_MS: Final = 60_000
 PROBE: Final = b"conformance probe"
 
 
-def topic(authority: str = ALPHA, resource: int = 0x9A01, entity: int = ENTITY, version: int = VERSION) -> UUri:
+def topic(authority: str = ALPHA, resource: int = 0x9A01, entity: int = UE_ID, version: int = UE_VERSION) -> UUri:
     return uris.uri(authority, entity, version, resource)
 
 
 OTHER: Final = topic(resource=OTHER_ID)
 
 
-def reply(authority: str = BETA, entity: int = ENTITY, version: int = VERSION) -> UUri:
+def reply(authority: str = BETA, entity: int = UE_ID, version: int = UE_VERSION) -> UUri:
     return uris.uri(authority, entity, version, 0)
 
 
-def method(authority: str = BETA, resource: int = 0x0B18, entity: int = ENTITY, version: int = VERSION) -> UUri:
+def method(authority: str = BETA, resource: int = 0x0B18, entity: int = UE_ID, version: int = UE_VERSION) -> UUri:
     return uris.uri(authority, entity, version, resource)
 
 
@@ -90,11 +90,11 @@ def _filled(pattern: UUri, authority: str, resource: int) -> UUri:
     entity = pattern.ue_id
     for mask in (0xFFFF, 0xFFFF_0000):
         if entity & mask == mask:
-            entity = entity & ~mask | ENTITY & mask
+            entity = entity & ~mask | UE_ID & mask
     return UUri(
         authority_name=authority if pattern.authority_name in ("", "*") else pattern.authority_name,
         ue_id=entity,
-        ue_version_major=VERSION if pattern.ue_version_major == uris.WILDCARD_VERSION else pattern.ue_version_major,
+        ue_version_major=UE_VERSION if pattern.ue_version_major == uris.WILDCARD_VERSION else pattern.ue_version_major,
         resource_id=resource if pattern.resource_id == uris.WILDCARD_RESOURCE else pattern.resource_id,
     )
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from typing import Final
 
-CHUNK_BYTES: Final = 1 << 16  # of one read
+PROXY_CHUNK_BYTES: Final = 1 << 16  # of one read
 
 TcpStream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -72,7 +72,7 @@ class TcpProxy:
 
         async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                while data := await reader.read(CHUNK_BYTES):
+                while data := await reader.read(PROXY_CHUNK_BYTES):
                     writer.write(data)
                     await writer.drain()
             finally:

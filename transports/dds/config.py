@@ -34,10 +34,10 @@ SEND_TIMEOUT_MS: Final = 2_000  # a receiver that takes nothing for so long is s
 # discovery that found nothing new for so long is complete: on one host it takes 1 to 40 ms
 DISCOVERY_QUIET_MS: Final = 100
 # Cyclone's default: a shorter pause loses nothing; a receiver that was killed blocks its topics for so long
-LEASE_MS: Final = 10_000
+PARTICIPANT_LEASE_MS: Final = 10_000
 # participants announce themselves several times per lease; with a shorter one a busy computer loses them
-LEASE_MS_MIN: Final = 200
-LEASE_MS_MAX: Final = 3_600_000  # a participant does not come back after a longer time
+PARTICIPANT_LEASE_MS_MIN: Final = 200
+PARTICIPANT_LEASE_MS_MAX: Final = 3_600_000  # a participant does not come back after a longer time
 # limits of the interval between announcements, half a lease: they let others find a lost participant again. Cyclone's
 # own interval is 30 s
 ANNOUNCED_MS_MIN: Final = 250
@@ -89,7 +89,7 @@ class DdsConfig(TransportSettings):
     """without multicast: participants looked for on each peer"""
     tag: str | None = Field(default=None, min_length=1, max_length=TAG_CHARS_MAX)
     """only participants with the same tag find one another"""
-    lease_ms: int | None = Field(default=None, ge=LEASE_MS_MIN, le=LEASE_MS_MAX)
+    lease_ms: int | None = Field(default=None, ge=PARTICIPANT_LEASE_MS_MIN, le=PARTICIPANT_LEASE_MS_MAX)
     """after so long without a sign of us others forget us; a shorter pause loses nothing. Without it 10000, Cyclone's
     default"""
     cyclone_xml: str | None = None
@@ -205,7 +205,7 @@ class DdsConfig(TransportSettings):
             discovery += f"<MaxAutoParticipantIndex>{self.participants_per_host_max}</MaxAutoParticipantIndex>"
         if self.lease_ms is not None:
             discovery += f"<LeaseDuration>{self.lease_ms} ms</LeaseDuration>"
-        again_ms = min(max((self.lease_ms or LEASE_MS) // 2, ANNOUNCED_MS_MIN), ANNOUNCED_MS_MAX)
+        again_ms = min(max((self.lease_ms or PARTICIPANT_LEASE_MS) // 2, ANNOUNCED_MS_MIN), ANNOUNCED_MS_MAX)
         discovery += f"<SPDPInterval>{again_ms} ms</SPDPInterval>"
         if addresses:
             discovery += f"<Peers>{''.join(f'<Peer address={quoteattr(address)}/>' for address in addresses)}</Peers>"

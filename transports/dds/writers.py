@@ -56,7 +56,7 @@ from uprotocol.status import OK, UStatusError, nobody_listens
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-RETRY_S_MIN: Final = 0.000_3  # a full writer has capacity again within a round trip, on loopback some 100 us
+WRITE_RETRY_S_MIN: Final = 0.000_3  # a full writer has capacity again within a round trip, on loopback some 100 us
 # of a sender: a tenth of a second of the fastest one measured, while the acknowledgements come
 IN_FLIGHT_MESSAGES_MAX: Final = 2_048
 # between writing and the first look whether it is acknowledged, if nothing else is looked for: a round trip on loopback
@@ -71,7 +71,7 @@ PENDING_LOOKS_PART: Final = 8
 # A writer that always writes is never drained. After so long it writes nothing until it is: a round trip
 ACK_ROUND_S: Final = 0.05
 RELIABILITIES_MAX: Final = 65_536  # readers of which is kept whether they are reliable
-RETRY_S_MAX: Final = 0.02  # while nobody acknowledges; 50 tries a second cost nothing
+WRITE_RETRY_S_MAX: Final = 0.02  # while nobody acknowledges; 50 tries a second cost nothing
 LAST_ACKS_S_MAX: Final = 1.0  # for the last acknowledgements of all writers together, when the transport is closed
 GIVE_WAY_S: Final = 0.05  # for those of a writer that is to be replaced: a round trip, even on a busy computer
 CROWDED_S: Final = 1.0  # if no writer can be replaced, new ones are refused at once for so long
@@ -80,8 +80,8 @@ HELD_LOOK_S: Final = 0.25
 # a receiver that makes slow progress may hold a batch for so many time-outs; then it counts as stuck
 TIMEOUTS_MAX: Final = 2
 # in all queues, a second of the fastest sender measured; one writer has at most half of it
-WAITING_MESSAGES_MAX: Final = 32_768
-WAITING_BYTES_MAX: Final = 32 << 20  # in all queues: what a small computer can spare
+WRITES_WAITING_MAX: Final = 32_768
+WRITES_WAITING_BYTES_MAX: Final = 32 << 20  # in all queues: what a small computer can spare
 CULPRITS_NAMED_MAX: Final = 32  # culprits that are named; with more of them the network is at fault
 # new writers in one turn, and ...
 WRITERS_AT_ONCE: Final = 16
@@ -92,7 +92,7 @@ TURN_S_MAX: Final = 0.005
 PAUSE_S: Final = 0.000_5
 # writers without a reader that are checked in one turn each HELD_LOOK_S, some 1.6 us each; the others at the next one
 UNHEARD_LOOKS_MAX: Final = 1_024
-WITNESSES_MAX: Final = 64  # writers that are asked whether all they have written was acknowledged, some 1 us each
+WRITERS_ASKED_MAX: Final = 64  # writers that are asked whether all they have written was acknowledged, some 1 us each
 
 HANDLES_MIN: Final = 8  # readers whose handles are read in one call
 
@@ -361,7 +361,7 @@ class Writers:
         self._full: dict[int, _Writer] = {}  # by identity: writers with a queue
         self._held = _HeldWriters(participant)
         self._unacknowledged: OrderedDict[int, _Writer] = OrderedDict()  # by identity
-        self._ack_pause_s = RETRY_S_MIN
+        self._ack_pause_s = WRITE_RETRY_S_MIN
         self._late = LateSamples()
         self._reliabilities: Remembered[int, bool] = Remembered(RELIABILITIES_MAX)  # by handle of a reader
         # writers that had no reader, each in `_writers`, too -> the last batch that was answered so; None
@@ -369,7 +369,7 @@ class Writers:
         self._unheard: dict[WriterKey, Batch | None] = {}
         self._look_at = 0.0  # when they are checked next; time.monotonic()
         self._waiting_messages = self._waiting_bytes = 0
-        self._pause_s = RETRY_S_MIN
+        self._pause_s = WRITE_RETRY_S_MIN
         self._crowded_until = 0.0  # until then no writer is replaced; time.monotonic()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = False
@@ -503,7 +503,7 @@ class Writers:
         if is_first:
             writer.unacknowledged_since = writer.written_at = time.monotonic()
             writer.written_then = writer.written
-            self._ack_pause_s = RETRY_S_MIN if self._unacknowledged else ACK_LOOK_S_MIN
+            self._ack_pause_s = WRITE_RETRY_S_MIN if self._unacknowledged else ACK_LOOK_S_MIN
             self._unacknowledged[id(writer)] = writer
         return True
 
@@ -613,7 +613,7 @@ class Writers:
             return
         now = time.monotonic()
         if not writer.waiting:
-            writer.progress_at, self._pause_s = now, RETRY_S_MIN
+            writer.progress_at, self._pause_s = now, WRITE_RETRY_S_MIN
             self._full[id(writer)] = writer
         writer.waiting.append(_Waiting(batch, index, data, route, now))
         self._waiting_messages += 1
@@ -621,9 +621,9 @@ class Writers:
 
     def _has_capacity(self, writer: _Writer, octets: int) -> bool:
         return (
-            len(writer.waiting) < WAITING_MESSAGES_MAX // 2
-            and self._waiting_messages < WAITING_MESSAGES_MAX
-            and (self._waiting_bytes + octets <= WAITING_BYTES_MAX or not self._waiting_messages)
+            len(writer.waiting) < WRITES_WAITING_MAX // 2
+            and self._waiting_messages < WRITES_WAITING_MAX
+            and (self._waiting_bytes + octets <= WRITES_WAITING_BYTES_MAX or not self._waiting_messages)
         )
 
     def _refuse(self, writer: _Writer, batch: Batch, index: int) -> None:
@@ -642,7 +642,7 @@ class Writers:
         for writer in list(self._full.values()):
             progressed |= self._push(writer)
         if self._full:
-            self._pause_s = RETRY_S_MIN if progressed else min(self._pause_s * 1.5, RETRY_S_MAX)
+            self._pause_s = WRITE_RETRY_S_MIN if progressed else min(self._pause_s * 1.5, WRITE_RETRY_S_MAX)
         if self._unacknowledged:
             self._look_for_acknowledgements()
         for writer in self._held.release():
@@ -662,7 +662,7 @@ class Writers:
                 pending += 1
                 if pending >= pending_max:
                     break
-        self._ack_pause_s = RETRY_S_MIN if progressed else min(self._ack_pause_s * 1.5, ACK_LOOK_S_MAX)
+        self._ack_pause_s = WRITE_RETRY_S_MIN if progressed else min(self._ack_pause_s * 1.5, ACK_LOOK_S_MAX)
 
     def _settle(self, writer: _Writer) -> AckState:
         """Answer what is not acknowledged yet, if its state is known now."""
@@ -819,7 +819,7 @@ class Writers:
         if len(suspects) > 1:
             newest = reversed(self._writers.values())
             others = [other for other in newest if other.written and not other.held and not other.waiting]
-            for other in others[:WITNESSES_MAX]:
+            for other in others[:WRITERS_ASKED_MAX]:
                 left = suspects - other.receivers() if other.drained() else suspects
                 suspects = left or suspects
         return suspects

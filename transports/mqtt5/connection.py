@@ -296,7 +296,7 @@ class Connection(asyncio.BufferedProtocol):
         try:
             for first, body in self._reader.take(nbytes):
                 kind = first & 0xF0
-                if kind == wire.PUBLISH and not first & 0x04:  # QoS 0 or 1
+                if kind == wire.PUBLISH_BITS and not first & 0x04:  # QoS 0 or 1
                     publishes.append(wire.read_publish(first, body))
                 elif kind == wire.PUBACK and len(body) >= 2:
                     pubacks.append((body[0] << 8 | body[1], body[2] if len(body) > 2 else 0))
@@ -323,7 +323,7 @@ class Connection(asyncio.BufferedProtocol):
             self.drop(PacketTooLarge(self._reader.announced, self.packet_bytes_max))
 
     def _take_rare(self, kind: int, first: int, body: bytes) -> None:
-        if len(body) > packets.ANSWER_BYTES_MAX and kind != wire.PUBLISH:
+        if len(body) > packets.ANSWER_BYTES_MAX and kind != wire.PUBLISH_BITS:
             raise ValueError(f"a packet of kind {first >> 4} and {len(body)} bytes")
         if kind == packets.CONNACK:
             welcome = packets.read_connack(body)
@@ -338,7 +338,7 @@ class Connection(asyncio.BufferedProtocol):
         elif kind == packets.DISCONNECT:
             said = packets.read_disconnect(body)
             self.drop(TakenOver(said) if said.reason == SESSION_TAKEN_OVER else Disconnected(said))
-        elif kind == wire.PUBLISH and not first & 0x02:  # QoS 2: from an earlier client of this session
+        elif kind == wire.PUBLISH_BITS and not first & 0x02:  # QoS 2: from an earlier client of this session
             self.write(packets.refuse(wire.read_publish(first, body).packet_id))
         elif kind == packets.PUBREL:
             self.write(packets.end(body))

@@ -100,7 +100,7 @@ def unsubscribe(packet_id: int, topic_filter: str) -> bytes:
 def publish(packet_id: int, topic: str, payload: bytes, qos: int) -> bytes:
     """A message without properties of uProtocol, which the broker keeps for a second at most."""
     expiry = b"\x05\x02" + (1).to_bytes(4, "big")
-    return _packet(wire.PUBLISH | qos << 1, wire.text(topic) + packet_id.to_bytes(2, "big") + expiry + payload)
+    return _packet(wire.PUBLISH_BITS | qos << 1, wire.text(topic) + packet_id.to_bytes(2, "big") + expiry + payload)
 
 
 def disconnect(properties: dict[str, int]) -> bytes:

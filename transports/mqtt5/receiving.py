@@ -61,8 +61,8 @@ INBOX_BYTES_MAX: Final = 32 << 20
 INBOX_MESSAGES_MAX: Final = 8_192
 # how long the socket is not read while listeners take nothing; far less than a keep-alive, or than a PUBACK may take
 PRESSED_S_MAX: Final = 5.0
-TOPICS_MAX: Final = 256  # of answers, one for each method that listeners call; others use the main connection alone
-RETRY_S: Final = 60.0  # after a failed attempt, calls don't wait for another one for so long
+ANSWER_TOPICS_MAX: Final = 256  # of answers, one for each method that listeners call; others use the main connection
+ANSWERS_RETRY_S: Final = 60.0  # after a failed attempt, calls don't wait for another one for so long
 _DROPPED_TOPIC: Final = DROPPED_TOPIC.encode()
 
 log = structlog.get_logger()
@@ -318,7 +318,7 @@ class Answers:
     async def listen(self, topics: Iterable[str], wire_bytes_max: int) -> None:
         """Returns when the broker has a subscription to each of `topics`, or none is possible now. Raises nothing."""
         for topic in topics:
-            if len(self.topics) < TOPICS_MAX:
+            if len(self.topics) < ANSWER_TOPICS_MAX:
                 self.topics.setdefault(topic, False)
         loop = asyncio.get_running_loop()
         if loop.time() < self._retry_at_s:
@@ -335,7 +335,7 @@ class Answers:
                     await self._subscribe()
             except (UStatusError, TimeoutError) as error:
                 self._why_not = str(error) or "the broker does not answer in time"
-                self._retry_at_s = loop.time() + RETRY_S
+                self._retry_at_s = loop.time() + ANSWERS_RETRY_S
                 log.warning("no second connection for the answers to listeners' calls", error=self._why_not)
 
     async def _subscribe(self) -> None:

@@ -45,12 +45,12 @@ REFUSED_MS: Final = (10_000, 300_000)
 HANG_UP_MS: Final = (60_000, 1_800_000)
 # after a filter that was asked for alone has cost the connection, until the next one is asked for alone: first and
 # longest wait. A few of them cost hardly any time; with many, the connection would be lost most of the time
-PAUSE_MS: Final = (10, 60_000)
+RECONNECT_PAUSE_MS: Final = (10, 60_000)
 REFUSED_NAMED_MAX: Final = 8  # refused filters that are named; the others are counted
 # topics of messages that nobody wanted; a filter of the same name is unsubscribed once for each
 UNWANTED_TOPICS_MAX: Final = 4_096
 # how long `release` waits for the broker's answer, which limits the unanswered UNSUBSCRIBEs
-LEAVE_MS_MAX: Final = 500
+DISCONNECT_MS_MAX: Final = 500
 # sources and ids of messages on topics that two filters match, some 200 bytes each. A broker with a queue for each
 # subscription (ActiveMQ Artemis) may send the copy so many messages later
 COPIES_MAX: Final = 32_768
@@ -217,7 +217,7 @@ class Session:
         self._asking: set[asyncio.Future[None]] = set()
         self._alone: asyncio.Task[bool] | None = None  # asks for one while nothing else is asked for
         self._trying: asyncio.Task[None] | None = None  # asks for suspects, one by one
-        self._pause, self._paused_until_s = Backoff(*PAUSE_MS), 0.0
+        self._pause, self._paused_until_s = Backoff(*RECONNECT_PAUSE_MS), 0.0
         self._unwanted: set[str] = set()
         self._leaving_stale: asyncio.Task[None] | None = None
         self._stale_pause, self._stale_at_s = Backoff(*HANG_UP_MS), 0.0
@@ -375,7 +375,7 @@ class Session:
             return
         leaving = self._start(self._leave(subscription))
         if not self._hangs:
-            self._hangs = not (await asyncio.wait({leaving}, timeout=LEAVE_MS_MAX / 1000))[0]
+            self._hangs = not (await asyncio.wait({leaving}, timeout=DISCONNECT_MS_MAX / 1000))[0]
 
     async def _leave(self, subscription: TopicSubscription) -> None:
         topic_filter = subscription.topic_filter

@@ -44,7 +44,7 @@ from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 # how long `close` waits for messages that are being sent or taken, both together; with a hung broker it takes no longer
-DRAIN_MS_MAX: Final = 1_500
+CLOSE_DRAIN_MS_MAX: Final = 1_500
 AT_ONCE_SHARE: Final = 10  # with `messages_per_s`, a tenth of a second's messages may leave at once
 # the transport whose listener is being called; tasks that a listener starts have it, too
 _DELIVERS: contextvars.ContextVar[Mqtt5Transport | None] = contextvars.ContextVar("delivers", default=None)
@@ -137,11 +137,11 @@ class Mqtt5Transport(TransportBase):
             raise
 
     async def close(self) -> None:
-        """Finish sending and taking, within DRAIN_MS_MAX, and disconnect. An attempt to connect is cancelled."""
+        """Finish sending and taking, within CLOSE_DRAIN_MS_MAX, and disconnect. An attempt to connect is cancelled."""
         if not self.is_open:
             return
         self.is_open = False
-        drain_s = DRAIN_MS_MAX / 1000 if self.connected else 0
+        drain_s = CLOSE_DRAIN_MS_MAX / 1000 if self.connected else 0
         drained = asyncio.ensure_future(self._window.drained())
         await asyncio.gather(asyncio.wait([drained], timeout=drain_s), self._receiver.arrivals.finish(drain_s))
         drained.cancel()

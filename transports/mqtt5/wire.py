@@ -26,18 +26,18 @@ from uprotocol.status import UStatusError, invalid
 from uprotocol.uuid import MSB_MAX, time_ms
 from uprotocol.v1.umessage_pb2 import UMessage
 
-PUBLISH: Final = 0x30
+PUBLISH_BITS: Final = 0x30
 PUBACK: Final = 0x40
-QOS1: Final = 0x02  # flags of PUBLISH: QoS 1, neither duplicate nor retained
+QOS1: Final = 0x02  # flags of PUBLISH_BITS: QoS 1, neither duplicate nor retained
 PACKET_BYTES_MAX: Final = 268_435_455  # the limit of the remaining length
 HEADER_BYTES_MAX: Final = 5  # the first byte and the remaining length
 TEXTS_CACHED_MAX: Final = 32_768  # encoded pairs that many messages share: types, sources, sinks
 
-_PAYLOAD_FORMAT, _EXPIRY, _CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION = 1, 2, 3, 8, 9  # properties of PUBLISH
+_PAYLOAD_FORMAT, _EXPIRY, _CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION = 1, 2, 3, 8, 9  # properties of PUBLISH_BITS
 _SUBSCRIPTION, _ALIAS, _USER = 11, 35, 38
 _SIZES: Final = {_PAYLOAD_FORMAT: 2, _EXPIRY: 5, _ALIAS: 3}
 ID_KEY: Final = b"\x26\x00\x011\x00\x24"  # the user property "1" with a value of ...
-ID_BYTES: Final = 36  # ... so many bytes
+ID_TEXT_BYTES: Final = 36  # ... so many bytes
 _EVER_CHANGING: Final = frozenset({"1", "6", LATE_TTL, FRESH_TTL, "10", "11"})
 
 _u16 = struct.Struct("!H")
@@ -104,7 +104,7 @@ def publish_frame(packet: Packet) -> tuple[bytes, bytes]:
     remaining = len(topic) + 2 + len(length) + len(properties) + len(packet.payload)
     if remaining > PACKET_BYTES_MAX:
         raise invalid(f"expected a packet of at most {PACKET_BYTES_MAX} bytes, the limit of MQTT, got {remaining}")
-    return b"%c%b%b" % (PUBLISH | QOS1, varint(remaining), topic), b"%b%b%b" % (length, properties, packet.payload)
+    return b"%c%b%b" % (PUBLISH_BITS | QOS1, varint(remaining), topic), b"%b%b%b" % (length, properties, packet.payload)
 
 
 def pubacks(packet_ids: list[int]) -> bytes:
@@ -169,7 +169,7 @@ def read_publish(first: int, body: bytes | memoryview) -> Publish:
 
 
 def holds_id_at(properties: bytes, at: int) -> bool:
-    """True if the value of the first user property "1", of ID_BYTES, is at `at`. read_packet must have accepted the
+    """True if the first user property "1" has a value of ID_TEXT_BYTES at `at`. read_packet must have accepted the
     properties."""
     position = 0
     while position < at - len(ID_KEY):
@@ -238,7 +238,7 @@ def _without_id(packet: Packet, ttl_ms: int) -> _OutTemplate:
     at = tail.index(ID_KEY) + len(ID_KEY)
     properties, topic = tail[: len(tail) - len(packet.payload)], text(packet.topic)
     size, has_format = len(topic) + 2 + len(properties), packet.content_type is not None
-    return _OutTemplate(topic, properties[:at], properties[at + ID_BYTES :], size, ttl_ms, has_format)
+    return _OutTemplate(topic, properties[:at], properties[at + ID_TEXT_BYTES :], size, ttl_ms, has_format)
 
 
 class _InTemplate(NamedTuple):
@@ -289,9 +289,9 @@ class PublishCodec:
         time, version, variant, rest = msb >> 32, msb & 0xFFFF, lsb >> 48, lsb & 0xFFFF_FFFF_FFFF
         id = b"%08x-%04x-%04x-%04x-%012x" % (time, msb >> 16 & 0xFFFF, version, variant, rest)
         if 0x80 <= remaining < 0x4000:  # `varint` has two bytes, as nearly always
-            head = b"%c%c%c%b" % (PUBLISH | QOS1, remaining & 0x7F | 0x80, remaining >> 7, out.topic)
+            head = b"%c%c%c%b" % (PUBLISH_BITS | QOS1, remaining & 0x7F | 0x80, remaining >> 7, out.topic)
         else:
-            head = b"%c%b%b" % (PUBLISH | QOS1, varint(remaining), out.topic)
+            head = b"%c%b%b" % (PUBLISH_BITS | QOS1, varint(remaining), out.topic)
         return head, b"".join((out.before_id, id, out.after_id, payload))
 
     def _encode_without_template(self, message: Carried, key: bytes | None) -> tuple[bytes, bytes]:
@@ -324,9 +324,9 @@ class PublishCodec:
         """Returns the topic and the serialised UAttributes. Raises UStatusError as Mapping.decode does."""
         topic, properties = publish.topic, publish.properties
         at = properties.find(ID_KEY) + len(ID_KEY)
-        key = (topic, properties[:at], properties[at + ID_BYTES :])
+        key = (topic, properties[:at], properties[at + ID_TEXT_BYTES :])
         found = self._in.get(key)
-        id = _UUID7.fullmatch(properties, at, at + ID_BYTES) if found is not None else None
+        id = _UUID7.fullmatch(properties, at, at + ID_TEXT_BYTES) if found is not None else None
         if found is not None and id is not None:
             one, two, three, four, five = id.groups()
             msb = int(one + two + three, 16)

@@ -1,7 +1,7 @@
 """Notices publishers with an older layout of keys, whose messages cannot be read.
 
 up/A/8001/1/8002/{}/{}/{}/{}   four segments for each address -> counted; the authority is logged once, and in `notes`
-                               after COUNTED_MAX messages     -> the subscription ends: they need not cross the network
+                               after OLDER_COUNTED_MAX messages  -> the subscription ends: they need not cross it
 
 Ours has five segments for each address (mapping.py), so no subscription of ours matches such a key: the publisher
 reports success, and nobody would know why nothing arrives. Which libraries write it: docs/interop.md.
@@ -23,7 +23,7 @@ from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 
 OLDER_KEYS: Final = "up/*/*/*/*/*/*/*/*"
-COUNTED_MAX: Final = 1_000  # messages of one session: enough to name their senders
+OLDER_COUNTED_MAX: Final = 1_000  # messages of one session: enough to name their senders
 LOGGED_AUTHORITIES_MAX: Final = 100  # that are logged; anybody can invent more
 AUTHORITIES_SHOWN_MAX: Final = 5  # in the note
 
@@ -37,7 +37,7 @@ class OlderLayout:
     def __init__(self, local_authority: str) -> None:
         self._local_authority = local_authority
         self.messages = 0
-        """Messages with such keys. Counting ends at COUNTED_MAX in a session."""
+        """Messages with such keys. Counting ends at OLDER_COUNTED_MAX in a session."""
         self._left = 0  # messages that are still counted in this session
         self._authorities: dict[str, None] = {}
         self._since = ""  # of the first message, ISO 8601
@@ -53,7 +53,7 @@ class OlderLayout:
 
         with self._declaring, contextlib.suppress(zenoh.ZError):
             if self._subscriber is None:
-                self._left = COUNTED_MAX
+                self._left = OLDER_COUNTED_MAX
                 self._subscriber = session.declare_subscriber(
                     OLDER_KEYS, Callback(on_sample, indirect=False), allowed_origin=zenoh.Locality.REMOTE
                 )

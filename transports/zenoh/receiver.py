@@ -52,7 +52,7 @@ THREADS_MAX: Final = 64  # whose last message is cached; Zenoh has far fewer
 SOURCE: Final = range(1, 6)  # of a key's eleven segments: authority, type, instance, version, resource
 SINK: Final = range(6, 11)
 NO_VALUE: Final = "{}"  # each segment of an absent sink
-ANY: Final = "*"
+ANY_SEGMENT: Final = "*"
 # segments that become wildcards, narrowest first: for publishes, and for messages with a sink
 OF_PUBLISHES: Final = ({5}, {2, 3, 4, 5}, {*SOURCE}, {*SOURCE})
 OF_OTHERS: Final = ({5, 10}, {2, 3, 4, 5, 7, 8, 9, 10}, {*SOURCE, 7, 8, 9, 10}, {*SOURCE, *SINK})
@@ -84,7 +84,7 @@ class Wanted:
         return len(self.exact) + sum(len(patterns) for _indices, patterns in self._shapes)
 
     def add(self, key: str, filter: Filter) -> None:
-        if ANY not in key:
+        if ANY_SEGMENT not in key:
             self.exact[key] = filter
             return
         indices, parts = _shape(key)
@@ -96,7 +96,7 @@ class Wanted:
         self._known = Cache()  # a new object: a thread that computes an old answer writes it into the old one
 
     def remove(self, key: str) -> None:
-        if ANY not in key:
+        if ANY_SEGMENT not in key:
             self.exact.pop(key, None)
             return
         indices, parts = _shape(key)
@@ -127,7 +127,7 @@ class Wanted:
 
 def _shape(key: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
     segments = key.split("/")
-    indices = tuple(index for index, segment in enumerate(segments) if segment != ANY)
+    indices = tuple(index for index, segment in enumerate(segments) if segment != ANY_SEGMENT)
     return indices, tuple(segments[index] for index in indices)
 
 
@@ -135,7 +135,7 @@ def widened(key: str, width: int) -> str:
     """The key expression of that width that covers `key`; `key` itself if it is as wide."""
     segments = key.split("/")
     for at in (OF_PUBLISHES if _is_publish(key) else OF_OTHERS)[width]:
-        segments[at] = ANY
+        segments[at] = ANY_SEGMENT
     return "/".join(segments)
 
 
@@ -274,7 +274,7 @@ class Receiver:
             self._declared.clear()
 
     def _on_sample(self, subscription: str) -> Callable[[zenoh.Sample], None]:
-        by, lasts, brought_by, is_exact = self.wanted.by, self._lasts, (subscription,), ANY not in subscription
+        by, lasts, brought_by, is_exact = self.wanted.by, self._lasts, (subscription,), ANY_SEGMENT not in subscription
         put_publish, put_call = self._publishes.put, self._calls.put
         is_call = mapping.is_call
 

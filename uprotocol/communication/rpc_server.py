@@ -42,9 +42,9 @@ DRAIN_MS_MAX: Final = 5_000  # how long close() waits for running handlers; most
 RESPONSES_WAITING_MAX: Final = 4_096  # waiting responses: enough for the refusals of a burst, too
 RESPONSES_BYTES_MAX: Final = 32 << 20  # memory of all waiting responses while the network accepts none
 RESPONSES_BATCH_MAX: Final = 512  # a larger batch does not lower the cost per message
-BATCH_BYTES_MAX: Final = 4 << 20  # of one batch, so that the next callers have their turn soon
+RESPONSES_BATCH_BYTES_MAX: Final = 4 << 20  # of one batch, so that the next callers have their turn soon
 RESPONSE_MEMORY_BYTES: Final = 1_024  # memory of a response beside its payload
-METHODS_MAX: Final = 1_000  # methods that are remembered after they are unregistered
+METHODS_REMEMBERED_MAX: Final = 1_000  # methods that are remembered after they are unregistered
 
 _CALLERS: Final = uris.pattern(resource=uris.RESOURCE_REPLY)
 Result = UPayload | Message | None
@@ -281,7 +281,7 @@ class Responses:
             while self._waiting:
                 batch: list[UMessage] = []
                 bytes = 0
-                while self._waiting and len(batch) < self._batch_max and bytes < BATCH_BYTES_MAX:
+                while self._waiting and len(batch) < self._batch_max and bytes < RESPONSES_BATCH_BYTES_MAX:
                     caller, waiting = next(iter(self._waiting.items()))
                     batch.append(waiting.popleft())
                     bytes += len(batch[-1].payload) + RESPONSE_MEMORY_BYTES
@@ -333,7 +333,7 @@ class Unserved(Responses):
 
     def served(self, method: UUri) -> None:
         """`method` is served from now on."""
-        if len(self._served) < METHODS_MAX:
+        if len(self._served) < METHODS_REMEMBERED_MAX:
             self._served.add(_method(method))
 
     def answer(self, request: UAttributes) -> None:

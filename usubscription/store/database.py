@@ -52,7 +52,7 @@ REGISTERED_FOR_ALL_MAX: Final = 1_000  # each gets every change
 DETAILS_BYTES_MAX: Final = 4_096  # of one subscription: each change carries them to all its recipients
 # changes that are not sent yet, including a Reset of a full store; beyond it the oldest are dropped
 OUTBOX_CHANGES_MAX: Final = 3_000_000
-WAL_BYTES_MAX: Final = 8 << 20  # the write-ahead log is cut to this size when it is emptied
+STORE_WAL_BYTES_MAX: Final = 8 << 20  # the write-ahead log is cut to this size when it is emptied
 WAL_HELD_BYTES_MAX: Final = 32 << 20  # ... and its limit while a reader prevents that: beyond it nothing is stored
 V3: Final = 3  # the version whose subscribers are notified of their own Unsubscribe
 
@@ -163,7 +163,7 @@ class Database:
         self._own = frozenset((authority, *also))
         self._subscriptions_max = subscriptions_max
         self._majors = majors or {}
-        pragmas = (*PRAGMAS, f"journal_size_limit = {WAL_BYTES_MAX}")
+        pragmas = (*PRAGMAS, f"journal_size_limit = {STORE_WAL_BYTES_MAX}")
         self._file = SqliteFile(STORE, self.path, disk, pragmas)
         self.tables = Tables(outbox_changes_max)
         self._handled = Handled(self.tables)

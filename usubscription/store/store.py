@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from storage.faults import DamagedError
-from storage.runtime import BATCH_MAX, REAL, Answerer, Gathering, Runtime, give
+from storage.runtime import REAL, WORK_BATCH_MAX, Answerer, Gathering, Runtime, give
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.state import Key, Status
@@ -26,7 +26,7 @@ from usubscription.store.reader import StoreReader
 from usubscription.store.tables import STORE
 
 READ_BATCH_MAX: Final = 8  # queries: each answer may be a page of 768 KiB, and all are in memory together
-GATHER_MS: Final = 4  # a request waits at most so long for others: a commit of more requests costs less for each
+COMMIT_GATHER_MS: Final = 4  # a request waits at most so long for others: a commit of more requests costs less for each
 # answers in one turn of the event loop: a request that needs 0.1 ms must not wait for 256 answers
 ANSWERS_AT_ONCE: Final = 8
 
@@ -132,7 +132,7 @@ class SubscriptionStore:
             "usubscription-writer",
             lambda events: self.database.apply(events, self._now_ms()),
             lambda batch, answers: self._batches.put_nowait((batch, answers)),
-            gathering=Gathering(GATHER_MS, BATCH_MAX),
+            gathering=Gathering(COMMIT_GATHER_MS, WORK_BATCH_MAX),
             worker=self._start_worker,
         )
         for name, reader in self._reading.items():

@@ -49,7 +49,7 @@ TEXT_LENGTH_MAX: Final = 1_000  # characters of a text value; a longer one means
 PROBLEMS_KEPT_MAX: Final = 100  # kept; the others are only counted
 DERIVED_RESOURCE_MIN: Final = 0x9000  # topics of columns that the table doesn't know; the table itself stays far below
 DERIVED_RESOURCES: Final = 0x6000
-BATCH_MAX: Final = 256  # messages per send_batch
+SEND_BATCH_MAX: Final = 256  # messages per send_batch
 RETRY_MIN_MS, RETRY_MAX_MS = 20, 2_000
 
 SignalValue = float | str | bool
@@ -438,7 +438,7 @@ async def replay(
     """
     counts: Counter[str] = Counter()
     started, iterator = time.monotonic(), iter(samples)
-    while batch := list(itertools.islice(iterator, BATCH_MAX)):
+    while batch := list(itertools.islice(iterator, SEND_BATCH_MAX)):
         messages = [message(sample) for sample in batch]
         await send_all(transport, messages)
         counts.update(uris.format(one.attributes.source) for one in messages)

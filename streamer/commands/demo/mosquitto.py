@@ -28,11 +28,11 @@ from uprotocol.v1.ucode_pb2 import UCode
 # distributions install daemons here, often outside a user's PATH
 PATHS: Final = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin")
 PORT_TRIES_MAX: Final = 5  # another process may take the port before mosquitto binds it
-START_MS_MAX: Final = 20_000  # enough for a container on a busy machine
+BROKER_START_MS_MAX: Final = 20_000  # enough for a container on a busy machine
 STOP_MS_MAX: Final = 10_000  # mosquitto writes its store within milliseconds; beyond this it hangs
-PROBE_MS: Final = 10
+PORT_PROBE_MS: Final = 10
 IMAGE: Final = "eclipse-mosquitto:2"
-MISSING: Final = (
+NO_BROKER: Final = (
     "no MQTT broker: install the package mosquitto of your system, "
     "or start docker and install the Python package testcontainers, so that it can run in a container"
 )
@@ -50,7 +50,7 @@ def runner() -> Callable[[Path], ServerProcess | _Container]:
         return lambda config: ServerProcess([binary, "-c", str(config)], config.parent / "log")
     has_containers = shutil.which("docker") is not None and importlib.util.find_spec("testcontainers") is not None
     if not has_containers or subprocess.run(["docker", "info"], capture_output=True, check=False).returncode:
-        raise UStatusError(UCode.FAILED_PRECONDITION, MISSING)
+        raise UStatusError(UCode.FAILED_PRECONDITION, NO_BROKER)
     return _Container
 
 
@@ -155,19 +155,19 @@ class Broker:
         for _ in range(PORT_TRIES_MAX):
             port = self.port or free_port()
             self.process = run(self._write_config(port))
-            deadline = time.monotonic() + START_MS_MAX / 1000
+            deadline = time.monotonic() + BROKER_START_MS_MAX / 1000
             while self.process.alive() and time.monotonic() < deadline:
                 with (
                     contextlib.suppress(OSError),  # it does not listen yet
-                    socket.create_connection((self.host, port), timeout=PROBE_MS / 1000),
+                    socket.create_connection((self.host, port), timeout=PORT_PROBE_MS / 1000),
                 ):
                     self.port = port
                     return
-                yield PROBE_MS / 1000
+                yield PORT_PROBE_MS / 1000
             self.end(signal.SIGKILL)
             if "Address already in use" not in self.log:
                 break
-            yield PROBE_MS / 1000
+            yield PORT_PROBE_MS / 1000
         said = self.log.strip()[-500:] or "nothing"
         raise UStatusError(UCode.UNAVAILABLE, f"mosquitto did not start; it said: {said}")
 

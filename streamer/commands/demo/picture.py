@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 SPEED: Final = "Vehicle.OBD.Speed"
-COLUMNS: Final = 2  # of panels
+PANEL_COLUMNS: Final = 2  # of panels
 COLOUR: Final = "#1f6fb4"
 
 
@@ -22,7 +22,7 @@ def draw(parquet_dir: Path, titles: Mapping[str, str], png: Path) -> None:
     from spark_ingest import parquet
 
     table = parquet.read(parquet_dir, ["authority", "ts", "value_double"], ds.field("path") == SPEED)
-    columns = min(COLUMNS, len(titles))
+    columns = min(PANEL_COLUMNS, len(titles))
     rows = -(-len(titles) // columns)
     figure, grid = plt.subplots(
         rows, columns, figsize=(12, 3 * rows), sharex=True, sharey=True, squeeze=False, layout="constrained"

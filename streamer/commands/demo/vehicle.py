@@ -24,7 +24,7 @@ from uprotocol.status import UStatusError, invalid
 
 SIMULATED: Final = 4  # vehicles, if no drives are given
 SIMULATED_S: Final = 600  # length of a simulated drive
-PROGRESS_S: Final = 0.25  # between two lines of progress
+VEHICLE_PROGRESS_S: Final = 0.25  # between two lines of progress
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ record = {json.dumps(recorded)}
             def progress(published: int) -> None:
                 nonlocal shown
                 counts[network.authority] = published
-                if time.monotonic() - shown > PROGRESS_S:
+                if time.monotonic() - shown > VEHICLE_PROGRESS_S:
                     shown = time.monotonic()
                     print(json.dumps({"published": counts.total()}), flush=True)
 
