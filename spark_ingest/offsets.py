@@ -564,12 +564,5 @@ def needed(acked: HistoryOffset) -> LogSeqs:
     return seqs
 
 
-def back_to(start: HistoryOffset, losses: Mapping[str, LogLoss]) -> HistoryOffset:
-    """Returns `start` with the logs of `losses` at the seq up to which they still agree."""
-    agreed = {incarnation: loss.before - 1 for incarnation, loss in losses.items()}
-    known = {one: up_to(known, agreed[one]) if one in agreed else known for one, known in start.known.items()}
-    return replace(start, seqs=start.seqs | agreed, known=known, unread=start.unread - agreed.keys())
-
-
 def compact(seqs: Mapping[str, int]) -> LogSeqs:
     return {incarnation: seq for incarnation, seq in sorted(seqs.items()) if seq > 0}

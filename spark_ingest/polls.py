@@ -130,8 +130,8 @@ class HistoryPolls:
         if member.offset is not None:
             asked.earliest = True
         asked.positions.extend(poll_positions(offset, {} if member.has_news else member.next))
-        for log, seq in (member.target or {}).items():
-            asked.until.add(incarnation=bytes.fromhex(log), seq=seq)
+        for log_id, seq in (member.target or {}).items():
+            asked.until.add(incarnation=bytes.fromhex(log_id), seq=seq)
         if member.acked is not None and self._run.has_cursors:
             member.held = member.cursor()
             self._set_cursor(asked, {} if member.keeps else member.held)
@@ -247,13 +247,13 @@ class HistoryPolls:
             return {one.incarnation.hex(): one.seq for one in begin}
         if isinstance(where, Offset):
             ends = where.histories.get(authority, HistoryOffset()).seqs
-            return {log: min(seq, ends.get(log, 0)) for log, seq in newest.items()}
+            return {log_id: min(seq, ends.get(log_id, 0)) for log_id, seq in newest.items()}
         return newest
 
     def _set_cursor(self, asked: PollRequest, seqs: LogSeqs) -> None:
         asked.consumer = self._run.options.consumer or f"spark-{self._run.query}"
         asked.holder = self._run.query
-        asked.acked.extend(Position(incarnation=bytes.fromhex(log), seq=seq) for log, seq in seqs.items())
+        asked.acked.extend(Position(incarnation=bytes.fromhex(log_id), seq=seq) for log_id, seq in seqs.items())
 
     async def renew(self, member: Member) -> None:
         """Set the cursor, which renews its lease: Spark may make no call for the length of a trigger."""
@@ -283,13 +283,13 @@ def begun(answer: PollResponse, wanted: Coverage, asked: Iterable[Position]) -> 
     known = {one.incarnation.hex(): witness.learn({}, one) for one in answer.begin if one.seq}
     unread = frozenset(one.incarnation.hex() for one in answer.begin if one.in_memory)
     return HistoryOffset(
-        offsets.compact(seqs), {log: one for log, one in known.items() if one}, unread=unread, coverage=wanted
+        offsets.compact(seqs), {log_id: one for log_id, one in known.items() if one}, unread=unread, coverage=wanted
     )
 
 
 def _backfill_poll(backfill: Backfill, main: PollRequest) -> PollRequest:
     def positions(seqs: LogSeqs) -> Iterator[Position]:
-        return (Position(incarnation=bytes.fromhex(log), seq=seqs.get(log, 0)) for log in backfill.until)
+        return (Position(incarnation=bytes.fromhex(log_id), seq=seqs.get(log_id, 0)) for log_id in backfill.until)
 
     return PollRequest(
         topics=map(uris.parse, backfill.topics),

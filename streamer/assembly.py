@@ -79,11 +79,8 @@ class Attached:
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
         """Returns all that are running."""
-        return [
-            one
-            for one in (self.express_task, self.network_task, *self.pump_tasks, *self.asking.values())
-            if one is not None
-        ]
+        tasks = self.express_task, self.network_task, *self.pump_tasks, *self.asking.values()
+        return [task for task in tasks if task is not None]
 
 
 class Tasks:
@@ -163,14 +160,14 @@ class Assembly:
         logs = tuple(self.logs)
         self.interest = Interest(
             building.interest_sources_of(config, self.hosted, self.endpoints, self.usubscription, runtime),
-            lambda: tuple([one.newest_seq for one in logs]),
+            lambda: tuple([source.newest_seq for source in logs]),
         )
         self.paused = Paused(config.streamer.data_dir / PAUSES_FILE, self.endpoints, config.authority, runtime.disk)
         self.paused.load()  # before a command can change it
         self.view = View(self.endpoints, self.rules, self.interest, self.logs, self.paused)
 
     def _make_walk(self, window: IdWindow) -> None:
-        """Creates the parts from ingress to pumps."""
+        """Creates express, follows, ledger and dispatch, then the pumps and the ingress of each endpoint."""
         config, runtime = self.config, self.runtime
         self.express = Express(
             self.endpoints,
@@ -226,10 +223,10 @@ class Assembly:
         """Creates the parts of one endpoint of the configuration."""
         pumps = self.make_pumps(endpoint)
         looking = [self.interest.on_change(pump.interest_changed) for pump in pumps]
-        made = Attached(endpoint, Ingress(endpoint, self.dispatch), pumps, looking)
-        self.attached[endpoint.name] = made
-        self.ingresses[endpoint.name] = made.ingress
-        return made
+        attached = Attached(endpoint, Ingress(endpoint, self.dispatch), pumps, looking)
+        self.attached[endpoint.name] = attached
+        self.ingresses[endpoint.name] = attached.ingress
+        return attached
 
     def make_pumps(self, endpoint: Endpoint) -> list[Pump]:
         """Creates the pumps of one endpoint, one for each log."""
@@ -239,7 +236,7 @@ class Assembly:
         pumps = [
             Pump(
                 endpoint,
-                log,
+                target,
                 self.view,
                 self.dead_letters,
                 self._backoff(),
@@ -251,7 +248,7 @@ class Assembly:
                 on_gap=self.losses.records_lost,
                 pace=pace,
             )
-            for log, flow in self.dispatch.flows.items()
+            for target, flow in self.dispatch.flows.items()
         ]
         self.pumps += pumps
         return pumps
@@ -259,7 +256,8 @@ class Assembly:
     def _make_networks(self) -> None:
         """Creates the parts that serve all endpoints, and the history."""
         config, keeper, logs = self.config, self.keeper, list(self.logs)
-        followed_by = {one.name: uris.parse(one.followed_by) for one in config.endpoint if one.followed_by is not None}
+        followers = {section.name: section.followed_by for section in config.endpoint}
+        followed_by = {name: uris.parse(service) for name, service in followers.items() if service is not None}
         self.handovers = HandOvers(
             followed_by,
             self.endpoints,

@@ -152,7 +152,7 @@ def adjust(endpoint: Endpoint, config: Config, section: EndpointSection) -> None
 
 def messages_per_s_of(config: Config, name: str) -> int | None:
     """Returns how many publishes and notifications a second leave for an endpoint. None: as fast as it goes."""
-    section = next(one for one in config.endpoint if one.name == name)
+    section = next(each for each in config.endpoint if each.name == name)
     return section.messages_per_s or config.egress.messages_per_s or (PACE_OUTSIDE_PER_S if section.suffix else None)
 
 
@@ -177,7 +177,7 @@ def transport_of(config: Config, section: EndpointSection) -> UTransport:
 def bare_endpoints_of(config: Config) -> Endpoints:
     """Returns the endpoints without their transports, to see what goes where."""
     nothing = _Unmade("it has no transport")
-    return Endpoints(Endpoint(one.name, one.authorities, nothing, one.suffix) for one in config.endpoint)
+    return Endpoints(Endpoint(peer.name, peer.authorities, nothing, peer.suffix) for peer in config.endpoint)
 
 
 class _Unmade(UTransport):
@@ -219,8 +219,8 @@ def usubscription_of(
 def neighbours_of(config: Config) -> list[str]:
     """Returns the authorities that an endpoint names, and that may have a uSubscription of their own."""
     ours = {config.authority, *config.answers_for}
-    named = (one for section in config.endpoint for one in section.authorities if not uris.is_pattern(one))
-    return [one for one in named if not uris.is_one_of(one, ours)]
+    named = (name for section in config.endpoint for name in section.authorities if not uris.is_pattern(name))
+    return [name for name in named if not uris.is_one_of(name, ours)]
 
 
 def entities_of(config: Config) -> list[int]:
@@ -433,7 +433,7 @@ def follow_of(section: FollowSection, endpoints: Endpoints) -> Follow:
 def notes_of(config: Config, endpoints: Endpoints, rules: Iterable[Rule]) -> Iterator[str]:
     """Yields a sentence for each configured following that can transfer nothing."""
     ways = list(rules)
-    asks = [config.usubscription_of(one) for one in config.endpoint if config.usubscription_of(one) != "none"]
+    asks = [mode for section in config.endpoint if (mode := config.usubscription_of(section)) != "none"]
     keeps_nothing = ""
     if not config.history.record and not asks and config.usubscription.static_file is None:
         keeps_nothing = "no uSubscription says what is wanted, and [history] record names nothing"

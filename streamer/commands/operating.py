@@ -97,30 +97,31 @@ def paused(at: DataDir, as_json: AsJson = False) -> None:
     _control("paused", at, None, as_json)
 
 
-def _control(do: str, at: DataDir, one: Pause | None, as_json: bool) -> None:
+def _control(do: str, at: DataDir, pause: Pause | None, as_json: bool) -> None:
     config = load(at.config) if at.config is not None else None
-    if one is not None and do == "pause" and config is not None and control.call(at.path, "paused") is None:
-        _require(config, one)  # the streamer itself does it while it runs
-    topic, peer, origin = one or ("", "", "")
-    found = control.ask(at.path, do, topic, peer, config.authority if config is not None else "", origin)
+    if pause is not None and do == "pause" and config is not None and control.call(at.path, "paused") is None:
+        _require(config, pause)  # the streamer itself does it while it runs
+    topic, peer, origin = pause or ("", "", "")
+    in_force = control.ask(at.path, do, topic, peer, config.authority if config is not None else "", origin)
     if do == "resume" and not as_json:
-        terminal.out.print(terminal.plain(f"resumed: {one}"), markup=False)
-    for pause in found:
-        terminal.tell(as_json, pause.as_dict(), f"paused: {pause}")
-    if not found and not as_json:
+        terminal.out.print(terminal.plain(f"resumed: {pause}"), markup=False)
+    for each in in_force:
+        terminal.tell(as_json, each.as_dict(), f"paused: {each}")
+    if not in_force and not as_json:
         terminal.out.print("nothing is paused")
 
 
-def _require(config: Config, one: Pause) -> None:
+def _require(config: Config, pause: Pause) -> None:
     """Raises NOT_FOUND if the configuration lacks the peer, or the rule."""
     from streamer.building import rule_of
 
     names = [section.name for section in config.endpoint]
-    if one.peer not in names and not any(uris.is_one_of(one.peer, section.authorities) for section in config.endpoint):
-        raise pauses.unknown_peer(one.peer, names)
+    is_behind = any(uris.is_one_of(pause.peer, section.authorities) for section in config.endpoint)
+    if pause.peer not in names and not is_behind:
+        raise pauses.unknown_peer(pause.peer, names)
     ways = {(rule.ingress, rule.egress) for rule in map(rule_of, config.rules)}
-    if one.origin and (one.origin, one.peer) not in ways:
-        raise UStatusError(UCode.NOT_FOUND, f"there is no rule from {one.origin!r} to {one.peer!r}")
+    if pause.origin and (pause.origin, pause.peer) not in ways:
+        raise UStatusError(UCode.NOT_FOUND, f"there is no rule from {pause.origin!r} to {pause.peer!r}")
 
 
 def reload(
@@ -170,10 +171,10 @@ def vehicles(
 
     Example: [bold]up-streamer vehicles --top 10 --config cloud.toml[/]
     """
-    found = control.require(at.path, "vehicles", {"count": top})["vehicles"]
+    vehicles = control.require(at.path, "vehicles", {"count": top})["vehicles"]
     columns = ("authority", "endpoint", "per_s", "messages", "bytes", "topics", "dropped")
-    rows = found if as_json else [{**one, "last seen": terminal.moment(one["seen_ms"])} for one in found]
-    title = f"the {len(found)} source authorities that send most"
+    rows = vehicles if as_json else [{**row, "last seen": terminal.moment(row["seen_ms"])} for row in vehicles]
+    title = f"the {len(vehicles)} source authorities that send most"
     terminal.tell_all(as_json, rows, title, (*columns, "last seen"))
 
 

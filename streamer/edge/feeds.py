@@ -272,7 +272,7 @@ class Feed:
 
     def number_for(self, positions: Positions) -> int | None:
         """Returns the number of the first event that a client at `positions` may lack; None: it is further back."""
-        if any(positions.get(log, -1) < seq for log, seq in self._before_first.items()):
+        if any(positions.get(incarnation, -1) < seq for incarnation, seq in self._before_first.items()):
             return None
         return self._first
 

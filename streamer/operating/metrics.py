@@ -247,7 +247,7 @@ def of_pump(pump: Pump, absent_ms: int) -> Iterator[Sample]:
     yield "gap_records", label, pump.losses.gaps
     yield "parked_topics", label, len(pump.waits.topics)
     if pump.log.durable:
-        states = {one.label: one for one in pump.waits.addresses.states()}
+        states = {state.label: state for state in pump.waits.addresses.states()}
         for reason in LABELS:
             held = states.get(reason)
             yield "held_addresses", (*label, reason), 0 if held is None else held.units
@@ -267,7 +267,7 @@ def of_log(log: Log) -> Iterator[Sample]:
     yield "log_topics_forgotten", label, log.streams_forgotten
     yield from each("log_dropped", label, log.dropped)
     yield "log_holes", label, len(log.holes)
-    yield from each("log_damage", label, Counter(one.kind for one in log.damage))
+    yield from each("log_damage", label, Counter(damage.kind for damage in log.damage))
     if log.durable:
         yield "log_disk_bytes", label, log.extent.disk_bytes
         yield "log_disk_limit_bytes", label, log.disk_limit_bytes
@@ -284,8 +284,8 @@ def of_epochs(keeper: Keeper) -> Iterator[Sample]:
 
 def of_history(history: HistoryService) -> Iterator[Sample]:
     followers = history.followers
-    yield from each("history", (), {what: history.counts[what] for what in ASKED_OF_HISTORY})
-    yield from each("history", (), {what: followers.counts[what] for what in ASKED_BY_FOLLOWERS})
+    yield from each("history", (), {question: history.counts[question] for question in ASKED_OF_HISTORY})
+    yield from each("history", (), {question: followers.counts[question] for question in ASKED_BY_FOLLOWERS})
     yield "followers", (), len(followers)
     yield "followers_topics", (), followers.topic_count
     yield "pushes", (), followers.push_count

@@ -121,8 +121,8 @@ class EndpointPart(Part):
         if is_closed:
             attached.ingress.close()
             assembly.networks.remove_endpoint(endpoint.name)
-            made = assembly.make_endpoint(endpoint)
-            attached.ingress, attached.pumps, attached.registrations = made.ingress, made.pumps, made.registrations
+            new = assembly.make_endpoint(endpoint)
+            attached.ingress, attached.pumps, attached.registrations = new.ingress, new.pumps, new.registrations
             assembly.attached[endpoint.name] = attached
             assembly.networks.add_endpoint(endpoint)
         else:
@@ -163,7 +163,7 @@ class EndpointPart(Part):
     async def stop_asking(self, source: ServiceInterest) -> None:
         """Asks a uSubscription service no more, and saves what it has said, which still serves."""
         attached = self.assembly.attached.values()
-        await end([task for one in attached if (task := one.asking.pop(source.name, None))])
+        await end([task for parts in attached if (task := parts.asking.pop(source.name, None))])
         await source.stop()
         await source.transport.close()
 

@@ -79,7 +79,7 @@ def _changed_follows(old: Config, new: Config) -> list[str]:
 
     def followed(config: Config) -> dict[str, tuple[list[str], list[FollowSection]]]:
         return {
-            section.name: (section.authorities, [one for one in config.follow if one.endpoint == section.name])
+            section.name: (section.authorities, [follow for follow in config.follow if follow.endpoint == section.name])
             for section in config.endpoint
             if section.name in names
         }

@@ -52,14 +52,14 @@ class InterestPart(Part):
 
     async def after_change(self, old: Config, new: Config, checked: StaticFile | None) -> None:
         interest = self.assembly.interest
-        known = [source for source in interest.sources if isinstance(source, StaticFile)]
+        files = [source for source in interest.sources if isinstance(source, StaticFile)]
         if old.usubscription.static_file == new.usubscription.static_file:
-            for source in known:
+            for source in files:
                 await source.refresh()
             return
         if checked is not None:
             await interest.add_source(checked)
-        for source in known:
+        for source in files:
             await interest.remove_source(source)
 
 

@@ -81,8 +81,8 @@ class PumpPart(Part):
         endpoint, to_ms, dry_run = given.text("endpoint"), given.number("to_ms"), given.flag("dry_run")
         attached = self.assembly.attached.get(endpoint)
         if attached is None:
-            known = ", ".join(self.assembly.attached)
-            raise UStatusError(UCode.NOT_FOUND, f"there is no endpoint {endpoint[:64]!r}; there are {known}")
+            names = ", ".join(self.assembly.attached)
+            raise UStatusError(UCode.NOT_FOUND, f"there is no endpoint {endpoint[:64]!r}; there are {names}")
         if to_ms > self.assembly.runtime.now_ms():
             raise invalid("to_ms: expected a time that has passed: what is still to come can't be skipped")
         skipped = await skipping.skip(attached.pumps, to_ms, dry_run=dry_run)

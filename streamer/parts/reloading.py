@@ -152,9 +152,9 @@ class Reloader(Part):
         for its consent."""
         assembly, config = self.assembly, plan.config
         kept = {section.name for section in config.endpoint} - plan.transports.keys()
-        known = {(rule.ingress, rule.egress) for rule in assembly.rules}
+        ways = {(rule.ingress, rule.egress) for rule in assembly.rules}
         rules = [building.rule_of(section) for section in config.rules if {section.from_, section.to} <= kept]
-        if not (added := [rule for rule in rules if (rule.ingress, rule.egress) not in known]):
+        if not (added := [rule for rule in rules if (rule.ingress, rule.egress) not in ways]):
             return
         networks = [assembly.networks[name] for name in kept]
         tried = [network for network in networks if network.is_connected and not network.trouble]
@@ -227,9 +227,8 @@ class Reloader(Part):
         assembly.rules.replace(map(building.rule_of, config.rules))
 
         # 3. what is new or has changed starts
-        await endpoints.ask_changed_usubscriptions(
-            old, config
-        )  # before networks open: what is not known to be wanted passes nowhere
+        # before networks open: what is not known to be wanted passes nowhere
+        await endpoints.ask_changed_usubscriptions(old, config)
         for name in paused:
             endpoints.resume(assembly.attached[name], is_closed=name in closed)
         for attached in added:

@@ -277,7 +277,7 @@ def _endpoint(assembly: Assembly, readiness: Readiness, attached: Attached) -> E
     loop_s, now_ms = meters.now_s(), assembly.runtime.now_ms()
     return EndpointStatus(
         name=endpoint.name,
-        transport=next(one.transport for one in assembly.config.endpoint if one.name == endpoint.name),
+        transport=next(section.transport for section in assembly.config.endpoint if section.name == endpoint.name),
         authorities=sorted(endpoint.authorities),
         state=_named(state.name),
         since=moment(state.since_ms),
@@ -313,7 +313,7 @@ def _endpoint(assembly: Assembly, readiness: Readiness, attached: Attached) -> E
 
 def _flows(assembly: Assembly, readiness: Readiness) -> Iterator[FlowStatus]:
     allowed = {(rule.ingress, rule.egress) for rule in assembly.rules}
-    sent = {(origin, one.name): count for one in assembly.endpoints for origin, count in one.forwarded_from.items()}
+    sent = {(origin, peer.name): count for peer in assembly.endpoints for origin, count in peer.forwarded_from.items()}
     for origin, to in sorted(allowed | sent.keys()):
         yield FlowStatus(
             **{"from": origin},
@@ -348,14 +348,14 @@ def status_without_start(config: Config, file: Path | None, why: str, since_ms: 
         reason=why,
         endpoints=[
             EndpointStatus(
-                name=one.name,
-                transport=one.transport,
-                authorities=sorted(one.authorities),
+                name=section.name,
+                transport=section.transport,
+                authorities=sorted(section.authorities),
                 state="not ready",
                 since=since,
                 reason=why,
             )
-            for one in config.endpoint
+            for section in config.endpoint
         ],
         problems=[why],
     )

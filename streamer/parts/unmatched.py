@@ -78,7 +78,7 @@ def _owners(authority: str, endpoints: Endpoints) -> list[Endpoint]:
         return [] if owner is None else [owner]
     ending = authority[1:]
     general = endpoints.owner(f"any{ending}")  # of the family, or a wider one
-    members = (one for one in endpoints if any(known.endswith(ending) for known in one.authorities))
+    members = (peer for peer in endpoints if any(name.endswith(ending) for name in peer.authorities))
     return list(dict.fromkeys([*members, *([] if general is None else [general])]))
 
 
@@ -103,7 +103,7 @@ class UnmatchedPart(Part):
     def unmatched(self) -> Iterator[str]:
         now_ms = self.assembly.runtime.now_ms()
         unmatched = [(setting, text) for setting, texts in self._unmatched() for text in texts]
-        self._since_ms = {one: self._since_ms.get(one, now_ms) for one in unmatched}
+        self._since_ms = {setting: self._since_ms.get(setting, now_ms) for setting in unmatched}
         due: dict[str, list[str]] = {}
         for (setting, text), since_ms in self._since_ms.items():
             if now_ms - since_ms >= UNMATCHED_S * 1_000:

@@ -4,6 +4,10 @@ caller -> inside this process: everything
        -> an [[access]] entry names it: `allow` (if empty: as below), without `deny`
        -> else: messages from its own network, and those that the rules let pass there
 A poll shows nothing that a push would not.
+
+Access -> the Sight of one caller: which topics it sees -> Visible, the same as patterns: those of its [[access]]
+entry, else a Road for each authority: what comes from its network to the caller's, `allow` and `deny` of that rule.
+Authorities that are `alike` are on one network and named by no pattern: what is seen of one is seen of all.
 """
 
 from __future__ import annotations

@@ -123,9 +123,9 @@ class HostedTransport(UTransport):
             source, sink, is_heard = attributes.source, attributes.sink, False
             exact = sink.ue_id, sink.ue_version_major, sink.resource_id
             for at in (exact, (sink.ue_id, uris.WILDCARD_VERSION, uris.WILDCARD_RESOURCE)):
-                there = *self._listeners.get((at, uris.key(source)), ()), *self._listeners.get((at, None), ())
-                for wanted, listener in there:
-                    if uris.matches(wanted, source):
+                entries = *self._listeners.get((at, uris.key(source)), ()), *self._listeners.get((at, None), ())
+                for source_filter, listener in entries:
+                    if uris.matches(source_filter, source):
                         _, share = shares.setdefault(id(listener), (listener, []))
                         share.append(message)
                         is_heard = True
@@ -144,7 +144,7 @@ class HostedTransport(UTransport):
                     log.exception("a service inside failed; its messages count as taken", messages=len(share))
         finally:
             caller_is_inside.reset(token)
-        taken = [one for one in pending if one is not None]
+        taken = [completion for completion in pending if completion is not None]
         return all_of(taken) if taken else None
 
     @property
@@ -235,9 +235,9 @@ class HostedTransport(UTransport):
         is_whole = sink_filter.ue_version_major == uris.WILDCARD_VERSION
         assert is_whole == (sink_filter.resource_id == uris.WILDCARD_RESOURCE), "one address, or the whole entity"
         source, at = self._entry(source_filter, sink_filter)
-        there = self._listeners.setdefault(at, [])
-        if not any(known is listener and wanted == source for wanted, known in there):
-            there.append((source, listener))
+        entries = self._listeners.setdefault(at, [])
+        if not any(entry[1] is listener and entry[0] == source for entry in entries):
+            entries.append((source, listener))
         self.unserved.served(sink_filter)
         await self._update_entities()
 
@@ -248,9 +248,9 @@ class HostedTransport(UTransport):
             await self._home.unregister_listener(source_filter, listener)
             return
         source, at = self._entry(source_filter, sink_filter)
-        there = self._listeners.get(at, [])
-        left = [(wanted, known) for wanted, known in there if known is not listener or wanted != source]
-        if len(left) == len(there):
+        entries = self._listeners.get(at, [])
+        left = [entry for entry in entries if entry[1] is not listener or entry[0] != source]
+        if len(left) == len(entries):
             raise UStatusError(UCode.NOT_FOUND, "no such listener: it was never registered, or not any more")
         self._listeners[at] = left
         if not left:

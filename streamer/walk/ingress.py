@@ -61,7 +61,7 @@ the message is committed; None: it was before."""
 
 
 @dataclass(slots=True)
-class Disposition:
+class AddressVerdict:
     """The destination of messages of one address (type, source, sink): a log, a peer at once, a hosted service, or
     none."""
 
@@ -163,10 +163,11 @@ class Ingress(EncodedListener):
     """The listener of one endpoint. `trusted` is the entry for services inside the streamer; no rules apply to them."""
 
     def __init__(self, endpoint: Endpoint, dispatch: Dispatch, *, trusted: bool = False) -> None:
+        # mutable: the verdicts and their version; what is refused, lost, in flight, missing, and when that was logged
         self.endpoint, self._dispatch, self._trusted = endpoint, dispatch, trusted
         # names on its network; services inside use the names of the gateway itself
         self._names = None if trusted else endpoint.names
-        self._verdicts: dict[bytes, Disposition] = {}
+        self._verdicts: dict[bytes, AddressVerdict] = {}
         # addresses with a verdict, by the source of a publish with its name inside; mostly one, but a host may omit its
         # own authority
         self._published: dict[bytes, tuple[bytes, ...]] = {}
@@ -183,14 +184,14 @@ class Ingress(EncodedListener):
         self._missing_came = asyncio.Event()
         redelivers = self._redelivers = not trusted and Capability.ACK in endpoint.transport.capabilities
         self._appenders = {
-            log: Appender(log, self._not_taken, holds=not (trusted or redelivers), redelivers=redelivers)
-            for log in dispatch.flows
+            target: Appender(target, self._not_taken, holds=not (trusted or redelivers), redelivers=redelivers)
+            for target in dispatch.flows
         }
         self._registrations = [
             dispatch.ledger.on_evicted(self.forget_verdicts),
             dispatch.ledger.on_turn(self.gather_refused),
             dispatch.ledger.on_turn(self.gather_lost),
-            *(log.on_forgotten(functools.partial(self.forget_streams, log)) for log in dispatch.logs),
+            *(target.on_forgotten(functools.partial(self.forget_streams, target)) for target in dispatch.logs),
         ]
 
     # Messages that arrive
@@ -208,13 +209,15 @@ class Ingress(EncodedListener):
         pending: list[Awaitable[Any]] = []
         duplicates = 0
         for message in messages:
+            # 1. Its verdict, and what it costs its sender
             verdict = verdicts.get(message.stamp.address)
             if verdict is None:
-                verdict = self._judge(message)
+                verdict = self._new_verdict(message)
             account, quota, size = verdict.account, verdict.quota, len(message.payload)
             account.messages += 1
             account.bytes += size
             quota.left -= 1 + size // MESSAGE_UNIT_BYTES
+            # 2. Too large, beyond a quota, a copy of a followed record, for nobody: it ends here
             if size > verdict.bytes_max or (quota.left < 0 and dispatch.ledger.is_over(account, quota)):
                 self._refuse(verdict, message, size)
                 continue
@@ -222,10 +225,11 @@ class Ingress(EncodedListener):
                 message = verdict.inside(message)
             if verdict.on_plain_copy is not None and verdict.on_plain_copy(message):
                 continue
-            log, peer = verdict.log, verdict.peer
-            if log is None and peer is None and not verdict.is_hosted:
+            target, peer = verdict.log, verdict.peer
+            if target is None and peer is None and not verdict.is_hosted:
                 self._drop(verdict, message)
                 continue
+            # 3. One that waits for what was lost before it, or that came already
             key = message.id_bytes + verdict.source
             if verdict.gate is not None:
                 if (taken := verdict.gate(message, key)) is not None:
@@ -238,10 +242,11 @@ class Ingress(EncodedListener):
                 self._found(key)
             if verdict.is_answer:
                 endpoint.twins.answered(message.attributes)
-            if log is not None:
-                append = appends.get(log)
+            # 4. Into a log, to one peer, or to a hosted service
+            if target is not None:
+                append = appends.get(target)
                 if append is None:
-                    append = appends[log] = ([], [])
+                    append = appends[target] = ([], [])
                 append[0].append(verdict.stream)
                 append[1].append(message)
             elif peer is not None:
@@ -317,7 +322,7 @@ class Ingress(EncodedListener):
         """Report messages that somebody wants, that were dropped, and that their sender takes for delivered."""
         self._dispatch.lost(self.endpoint.name, authority, reason, messages)
 
-    def _drop(self, verdict: Disposition, message: EncodedMessage) -> None:
+    def _drop(self, verdict: AddressVerdict, message: EncodedMessage) -> None:
         if not verdict.reason:
             return
         self.endpoint.dropped[verdict.reason] += 1
@@ -330,7 +335,7 @@ class Ingress(EncodedListener):
 
     def _recorded_only(
         self,
-        verdict: Disposition,
+        verdict: AddressVerdict,
         inside: Callable[[EncodedMessage], EncodedMessage] | None,
         message: EncodedMessage,
     ) -> EncodedMessage:
@@ -338,7 +343,7 @@ class Ingress(EncodedListener):
         self.endpoint.dropped[verdict.reason] += 1
         return message if inside is None else inside(message)
 
-    def _refuse(self, verdict: Disposition, message: EncodedMessage, size: int) -> None:
+    def _refuse(self, verdict: AddressVerdict, message: EncodedMessage, size: int) -> None:
         """Refuse a message that is too large or above its quota. Above the quota, only requests are answered."""
         attributes = message.stamp.attributes
         # the caller of a request gets an answer
@@ -386,11 +391,11 @@ class Ingress(EncodedListener):
 
     # Decisions
 
-    def verdict_of(self, message: EncodedMessage) -> Disposition:
+    def verdict_of(self, message: EncodedMessage) -> AddressVerdict:
         """Returns the verdict on `message`, as if it had been published here."""
         if self._dispatch.view.version != self._verdicts_version:
             self._forget_changed()
-        return self._verdicts.get(message.stamp.address) or self._judge(message)
+        return self._verdicts.get(message.stamp.address) or self._new_verdict(message)
 
     def forget_verdicts(self) -> None:
         """Decide again after a change that `View.version` does not cover."""
@@ -409,26 +414,26 @@ class Ingress(EncodedListener):
             for address in self._published.pop(to_uri(topic).SerializeToString(), ()):
                 del self._verdicts[address]
 
-    def forget_streams(self, log: Log, streams: frozenset[int]) -> None:
-        """Decide again about streams that `log` has forgotten, and about topics that were beyond the limit."""
+    def forget_streams(self, target: Log, streams: frozenset[int]) -> None:
+        """Decide again about streams that `target` has forgotten, and about topics that were beyond the limit."""
         for address, verdict in list(self._verdicts.items()):
-            if (verdict.stream in streams and verdict.log is log) or verdict.is_beyond_limit:
-                for one in (*self._published.pop(verdict.source, ()), address):
-                    self._verdicts.pop(one, None)
+            if (verdict.stream in streams and verdict.log is target) or verdict.is_beyond_limit:
+                for published in (*self._published.pop(verdict.source, ()), address):
+                    self._verdicts.pop(published, None)
 
-    def _judge(self, message: EncodedMessage) -> Disposition:
+    def _new_verdict(self, message: EncodedMessage) -> AddressVerdict:
         attributes = message.stamp.attributes  # the message itself stays encoded in the tail of the log
         source = self._inward(attributes.source)
         sink = self._inward(attributes.sink) if attributes.HasField("sink") else None
         try:
-            verdict = self._decide(attributes, source, sink)
+            verdict = self._verdict_on(attributes, source, sink)
         except TopicsFullError as error:  # other messages of the batch are not affected
             now = asyncio.get_running_loop().time()
             # in a flood of topics, a line for each would cost more than everything else
             if now >= self._log_full_at or error.reason != self._full_reason:
                 self._log_full_at, self._full_reason = now + LOG_FULL_S, error.reason
                 log.warning("dropped: no capacity for one more topic", endpoint=self.endpoint.name, error=str(error))
-            verdict = Disposition(reason=error.reason, is_beyond_limit=True)
+            verdict = AddressVerdict(reason=error.reason, is_beyond_limit=True)
         verdict.is_answer = attributes.type == attrs.RESPONSE and not self._trusted
         verdict.source = source.SerializeToString()
         verdict.account = self._dispatch.ledger.account(
@@ -465,43 +470,43 @@ class Ingress(EncodedListener):
             authority = self._names.inward(authority)
         return to_uri((authority, *key[1:]))
 
-    def _decide(self, attributes: UAttributes, source: UUri, sink: UUri | None) -> Disposition:
+    def _verdict_on(self, attributes: UAttributes, source: UUri, sink: UUri | None) -> AddressVerdict:
         if not source.authority_name or (sink is not None and not sink.authority_name):
-            return Disposition(reason="no_authority")
+            return AddressVerdict(reason="no_authority")
         names = self._names
         if names is not None and sink is not None and names.is_inside(attributes.sink.authority_name):
-            return Disposition(reason="inside_name")  # every vehicle has an authority of that name
+            return AddressVerdict(reason="inside_name")  # every vehicle has an authority of that name
         if not self._trusted and self._dispatch.view.endpoints.owner(source.authority_name) is not self.endpoint:
             what = "dropped: the source's authority is not of this network"
             log.warning(what, endpoint=self.endpoint.name, source=uris.format(source))
-            return Disposition(reason="spoofed")
-        return self._decide_published(source) if sink is None else self._decide_sent(attributes.type, source, sink)
+            return AddressVerdict(reason="spoofed")
+        return self._verdict_published(source) if sink is None else self._verdict_sent(attributes.type, source, sink)
 
-    def _decide_sent(self, type: int, source: UUri, sink: UUri) -> Disposition:
+    def _verdict_sent(self, type: int, source: UUri, sink: UUri) -> AddressVerdict:
         if self._dispatch.hosted.owns(sink):
-            return Disposition(is_hosted=True)
+            return AddressVerdict(is_hosted=True)
         view = self._dispatch.view
         peer = view.endpoints.owner(sink.authority_name)
         if peer is None or peer is self.endpoint:
-            return Disposition()  # traffic within one network
+            return AddressVerdict()  # traffic within one network
         address = sink if type == attrs.REQUEST else source
         if not self._trusted and not view.rules.allow(self.endpoint, peer, address):
-            return Disposition(reason="denied")
+            return AddressVerdict(reason="denied")
         if type in (attrs.REQUEST, attrs.RESPONSE) or is_fleeting(source):
-            return Disposition(peer=peer)
+            return AddressVerdict(peer=peer)
         target = self._dispatch.logs.of(source)
-        return Disposition(target, target.stream_id(source, sink))
+        return AddressVerdict(target, target.stream_id(source, sink))
 
-    def _decide_published(self, source: UUri) -> Disposition:
+    def _verdict_published(self, source: UUri) -> AddressVerdict:
         if is_about_epochs(source) and not self._trusted:
-            return Disposition(reason="spoofed")  # it counts only as a record of a history
+            return AddressVerdict(reason="spoofed")  # it counts only as a record of a history
         dispatch, target = self._dispatch, self._dispatch.logs.of(source)
         is_recorded, decision = dispatch.logs.is_recorded(source), dispatch.view.decide(source, None, target)
         is_followed, on_plain_copy = (False, None) if self._trusted else dispatch.followed(self.endpoint, source)
-        verdict = Disposition()  # nobody wants it
+        verdict = AddressVerdict()  # nobody wants it
         if decision or is_recorded or is_followed:
             is_named = dispatch.view.names(source) or dispatch.logs.names(source)
-            verdict = Disposition(target, target.stream_id(source, None, wanted=is_named))
+            verdict = AddressVerdict(target, target.stream_id(source, None, wanted=is_named))
             verdict.gate = None if self._trusted else dispatch.recovered(source)
         if not decision and dispatch.view.is_wanted_elsewhere(source):
             verdict.reason = "no_rule"

@@ -171,7 +171,7 @@ class Driven:
 def decided(ingress: Ingress, address: bytes) -> tuple[Any, ...]:
     attributes = UAttributes.FromString(address)
     sink = attributes.sink if attributes.HasField("sink") else None
-    verdict = ingress._decide(attributes, attributes.source, sink)
+    verdict = ingress._verdict_on(attributes, attributes.source, sink)
     return verdict.log, verdict.stream, verdict.peer, verdict.reason
 
 
