@@ -16,12 +16,12 @@ from tools import house
 
 TREE = Path(__file__).parents[1]
 
-LINES_MAX: Final = 75_160
+LINES_MAX: Final = 75_210
 WALKS_MAX: Final = {  # walk -> functions, files
-    "publish": (100, 25),
-    "subscribe": (302, 55),
+    "publish": (100, 29),
+    "subscribe": (304, 58),
     "poll": (126, 27),  # by time, 117 to 122 and sometimes more
-    "followed": (165, 40),
+    "followed": (170, 44),
     "epoch": (150, 25),
     "micro-batch": (200, 30),
 }
@@ -53,8 +53,6 @@ CONSTANTS_TWICE: Final = {  # name -> why it stands in several files with differ
     **dict.fromkeys(("K", "M", "T"), "variables of types"),
     **dict.fromkeys(("APPLICATION_ID", "SCHEMA"), "of each store: SQLite's word, and ours for its tables"),
     "PLUGIN": "the name that plugins are found by",
-    "COUNTED_MAX": "limits of counting what waits, of two rooms of the egress",
-    "WINDOW_BYTES_MAX": "what one reader may have on its way: a follower, and a pump",
 }
 CIRCLES: Final[dict[str, str]] = {}  # first module of a circle -> why
 ROOM_CIRCLES: Final = {  # rooms that import each other in a circle -> why

@@ -177,7 +177,7 @@ def listed(path: Path) -> list[Listed]:
 def _waiting(path: Path, positions: EndpointPositions, newest: int, oldest: int) -> int:
     """Returns how many records wait for an endpoint. Raises as `listed`."""
     first = min(max(positions.first, oldest - 1), newest)
-    to, records, kinds = min(newest, first + claims.COUNTED_MAX), 0, dict[int, bool]()
+    to, records, kinds = min(newest, first + claims.CLAIM_COUNTED_MAX), 0, dict[int, bool]()
     query = "SELECT first_seq, substr(data, 1, 4 * records) FROM chunk WHERE first_seq BETWEEN ? AND ?"
     with _looked_into(path) as db:
         start = db.execute("SELECT max(first_seq) FROM chunk WHERE first_seq <= ?", (first + 1,)).fetchone()[0] or 0

@@ -24,7 +24,7 @@ import structlog
 
 from history.log.log import Log
 from streamer.egress.held_records import HeldBudget, HeldRecords
-from streamer.egress.hold_state import NEW, OVER, RULES, TRYING, WAITING, HoldEvent, HoldProgress, begun, step
+from streamer.egress.hold_state import HOLD_RULES, NEW, OVER, TRYING, WAITING, HoldEvent, HoldProgress, begun, step
 from streamer.egress.reasons import ACCESS_CODES, LABELS, PASSING_CODES, Kind, Label, text_of
 from streamer.egress.rows import HOLDER, NOTE_S, row, rows_left, units_of
 from streamer.walk.sender import QueuedRecord
@@ -434,7 +434,7 @@ class AddressHolds(dict[str, AddressHold]):
 
     def confirmed(self, hold: AddressHold) -> None:
         """Note that all that was read back has left; some of it may have been refused again."""
-        if (hold.progress.state, HoldEvent.CONFIRMED) in RULES:
+        if (hold.progress.state, HoldEvent.CONFIRMED) in HOLD_RULES:
             self.drop(hold)
 
     def uncover(self, hold: AddressHold) -> None:

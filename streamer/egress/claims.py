@@ -31,7 +31,9 @@ from streamer.walk.endpoint import Endpoint
 from uprotocol.status import UStatusError
 
 SAVE_S: Final = 600.0  # between two saves of absences
-COUNTED_MAX: Final = 200_000  # records that `cursors list` looks at for one endpoint; of more, all later ones count
+CLAIM_COUNTED_MAX: Final = (
+    200_000  # records that `cursors list` looks at for one endpoint; of more, all later ones count
+)
 WARNING: Final = 0.9  # share of the limit; beyond it readiness says that the claim will end
 
 log = structlog.get_logger()
@@ -118,7 +120,7 @@ async def count(source: Log, endpoint: str, pump: Pump | None = None) -> int:
         return positions.after_in(source, stream)
 
     first = min(positions.first, newest)
-    to = min(newest, first + COUNTED_MAX)
+    to = min(newest, first + CLAIM_COUNTED_MAX)
     return (await skipping.count(source, first, to, after)).records + newest - to
 
 

@@ -9,7 +9,9 @@ from typing import Final
 
 from streamer.walk.sender import QueuedRecord
 
-COUNTED_MAX: Final = 1 << 20  # seqs of one peer that are counted, 8 bytes each; of more a part is known ("at least")
+HELD_COUNTED_MAX: Final = (
+    1 << 20
+)  # seqs of one peer that are counted, 8 bytes each; of more a part is known ("at least")
 HEADS_BYTES_MAX: Final = 4 << 20  # of first messages in memory; the others are read from the log
 
 
@@ -41,7 +43,7 @@ class HeldRecords:
         at = len(seqs) if not seqs or seqs[-1] < seq else bisect_left(seqs, seq)
         if at < len(seqs) and seqs[at] == seq:
             return
-        if self._budget.counted >= COUNTED_MAX:
+        if self._budget.counted >= HELD_COUNTED_MAX:
             self.are_counted = False
             return
         seqs.insert(at, seq)

@@ -55,7 +55,7 @@ class HoldRule(NamedTuple):
 WAITING, TRYING, TAKEN, RETURNING, OVER = HoldState
 E, N = HoldEvent, NextTry
 
-RULES: Final[Mapping[tuple[HoldState, HoldEvent], HoldRule]] = {
+HOLD_RULES: Final[Mapping[tuple[HoldState, HoldEvent], HoldRule]] = {
     (WAITING, E.NOT_TAKEN): HoldRule(WAITING, N.LATER_IF_DUE),
     (WAITING, E.TRIAL_NOT_TAKEN): HoldRule(WAITING, N.LATER),  # of a unit that was merged into this one
     (WAITING, E.DUE): HoldRule(TRYING),
@@ -109,7 +109,7 @@ def begun(now: float) -> HoldProgress:
 
 def step(progress: HoldProgress, event: HoldEvent, now: float) -> tuple[HoldProgress, bool]:
     """Returns the progress after an event at this loop time, and whether its next try has to be scheduled."""
-    rule = RULES.get((progress.state, event))
+    rule = HOLD_RULES.get((progress.state, event))
     if rule is None:
         return progress, False
     (state, next_try), (_, tries, due_at, is_woken) = rule, progress

@@ -45,7 +45,7 @@ from usubscription_client.interest import Topics
 
 # read ahead: as many as the slowest broker measured takes in two seconds; more would only hide a stall
 WINDOW_MESSAGES_MAX = 2_000
-WINDOW_BYTES_MAX: Final = 16 << 20  # of payload, read ahead: 2,000 large messages must not fill a small memory
+PUMP_WINDOW_BYTES_MAX: Final = 16 << 20  # of payload, read ahead: 2,000 large messages must not fill a small memory
 BATCH_MESSAGES_MAX: Final = 512  # per send_batch: with more, the cost per message does not fall further
 # after a failure of a connected network: it may concern one stream only, and others should not wait long
 CONNECTED_WAIT_MS_MAX: Final = 500
@@ -82,7 +82,7 @@ class Pump:
         # Paced messages leave in batches of a quarter of a second, since urgent messages wait for the batch before
         # them, and a larger batch would leave at once after its wait
         batch_max = BATCH_MESSAGES_MAX if pace is None else min(BATCH_MESSAGES_MAX, max(1, pace.per_s // 4))
-        self.sender = Sender[QueuedRecord](peer, batch_max, WINDOW_BYTES_MAX, pace=pace, cost=_units_of_batch)
+        self.sender = Sender[QueuedRecord](peer, batch_max, PUMP_WINDOW_BYTES_MAX, pace=pace, cost=_units_of_batch)
         self.in_hand = InHand(self.sender, backoff.sibling())
         self.aside = self.in_hand.aside
         self.losses = PeerLosses(peer, source, dead_letters, functools.partial(on_gap, peer, source))
@@ -236,7 +236,7 @@ class Pump:
         """Read until the window is full, or the pauses change. Returns True if there is nothing to read for now."""
         waits, queue, aside = self.waits, self.sender.queue, self.aside
         plans, reading_back = waits.plans, waits.reading_back
-        while queue.messages < WINDOW_MESSAGES_MAX and queue.bytes < WINDOW_BYTES_MAX:
+        while queue.messages < WINDOW_MESSAGES_MAX and queue.bytes < PUMP_WINDOW_BYTES_MAX:
             if aside and aside.is_full:
                 return False
             if self._view.version != self._version:
@@ -266,7 +266,7 @@ class Pump:
             for chunk in chunks:
                 if chunk.last_seq <= plans.read:  # retention deleted it while it was read
                     continue
-                if queue.messages >= WINDOW_MESSAGES_MAX or queue.bytes >= WINDOW_BYTES_MAX:
+                if queue.messages >= WINDOW_MESSAGES_MAX or queue.bytes >= PUMP_WINDOW_BYTES_MAX:
                     return False
                 items = plans.messages_of(chunk)
                 if items is None:
@@ -287,7 +287,7 @@ class Pump:
         items = aside.due() if aside else []
         while True:
             batch += [item for item in items if not (item[1].stamp.ttl and waits.ends_expired(item, now))]
-            items = sender.queue.take(sender.messages_max - len(batch), WINDOW_BYTES_MAX)
+            items = sender.queue.take(sender.messages_max - len(batch), PUMP_WINDOW_BYTES_MAX)
             if not items:
                 break
             if aside:

@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from history.log.log import Log
-from streamer.egress.pump import WINDOW_BYTES_MAX, Pump
+from streamer.egress.pump import PUMP_WINDOW_BYTES_MAX, Pump
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.flow import Flow
 from streamer.walk.paused import Paused
@@ -434,7 +434,7 @@ async def test_large_messages_are_not_all_read_ahead(make_world: Any, publish: A
         message.payload = large
         await vehicle.send(message)
     await world.until(lambda: world.assembly.logs.durable.newest_seq == 40 and pump.retries)
-    assert pump.sender.queue.bytes <= WINDOW_BYTES_MAX + (8 << 20)
+    assert pump.sender.queue.bytes <= PUMP_WINDOW_BYTES_MAX + (8 << 20)
     hearer = await world.hear(await world.node("cloud", "cloud"), uris.parse("//vehicle1/8001/1/8001"))
     world.assembly.endpoints["cloud"].transport.reconnect()
     await hearer.expect(40)

@@ -7,7 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamer.egress import hold_state
-from streamer.egress.hold_state import IGNORED, OVER, RETURNING, RULES, TAKEN, TRYING, WAITING, HoldState, begun, step
+from streamer.egress.hold_state import (
+    HOLD_RULES,
+    IGNORED,
+    OVER,
+    RETURNING,
+    TAKEN,
+    TRYING,
+    WAITING,
+    HoldState,
+    begun,
+    step,
+)
 from streamer.egress.hold_state import HoldEvent as E
 from streamer.egress.hold_state import HoldProgress as P
 from streamer.egress.hold_state import NextTry as N
@@ -23,8 +34,8 @@ PROGRESS = st.builds(
 
 
 def test_every_state_and_event_has_a_rule_or_is_ignored() -> None:
-    assert not IGNORED & RULES.keys()
-    assert IGNORED | RULES.keys() == set(itertools.product(HoldState, E))
+    assert not IGNORED & HOLD_RULES.keys()
+    assert IGNORED | HOLD_RULES.keys() == set(itertools.product(HoldState, E))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +66,7 @@ def test_every_state_and_event_has_a_rule_or_is_ignored() -> None:
     ],
 )
 def test_a_rule_by_example(before: P, event: E, after: P, is_scheduled: bool) -> None:
-    assert (before.state, event) in RULES
+    assert (before.state, event) in HOLD_RULES
     assert step(before, event, NOW) == (after, is_scheduled)
 
 
@@ -66,7 +77,7 @@ def test_tries_never_fall_and_what_is_over_stays_so(progress: P, event: E) -> No
     if (progress.state, event) in IGNORED:
         assert (after, is_scheduled) == (progress, False)
     else:
-        rule = RULES[progress.state, event]
+        rule = HOLD_RULES[progress.state, event]
         assert after.state is rule.state
         if rule.next_try is N.LATER and not progress.is_woken:
             assert hold_state.RETRY_S_MIN <= after.due_at - NOW <= hold_state.RETRY_S_MAX
