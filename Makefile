@@ -1,5 +1,5 @@
 # Everything builds its own .venv and installs what is missing; needs Python 3.11 or later and make.
-#   make demo [DATA=drives]   make affected [BASE=REF SECONDS=60 ARGS=--list]   make test   make test-rest   make test-all   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
+#   make demo [DATA=drives]   make affected [BASE=REF SECONDS=45 ARGS=--list]   make test   make test-rest   make test-all   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
 #   make bench [ARGS="--legs disk --seconds 60" | ARGS=--curves | ARGS="--peer-rust BINARY"]
 #   make fuzz [MINUTES=10]   make simulate [SEEDS=10000 START=SEED]   make chaos   make operate   make spark-cluster   make interop   make brokers   make attack [ATTACK=polls SECONDS=20]
 #   make house [ARGS=--walks]   make docs   make lock   make lowest [ARGS=tests/...]   make audit       LOCK= installs the newest versions that pyproject.toml allows

@@ -1,6 +1,6 @@
 """Runs the tests that a change affects, nearest first, for a minute (`make affected`).
 
-python -m tools.affected [--base REF] [--seconds 60] [--list] [-m pytest ARGUMENTS ...]
+python -m tools.affected [--base REF] [--seconds 45] [--list] [-m pytest ARGUMENTS ...]
 
 git -> changed files -> modules that depend on them -> ... -> test files, each with its shortest chain
     -> nearest first; beyond distance 1 first those in a folder of the same name (tests/grip for streamer/grip)
@@ -267,7 +267,12 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     known.add_argument("--base", help="compare with the last commit that HEAD shares with it (default: main)")
-    known.add_argument("--seconds", type=float, default=60.0, help="after these, no further test begins")
+    known.add_argument(
+        "--seconds",
+        type=float,
+        default=45.0,
+        help="after these, no further test begins: those that run take some seconds more",
+    )
     known.add_argument("--list", action="store_true", help="print the affected test files with their chains, run none")
     return known
 
