@@ -199,8 +199,11 @@ async def settled_counts(world: World) -> dict[str, int]:
 
 
 @pytest.mark.full
-async def test_an_endpoint_that_comes_and_goes_leaves_nothing_behind(make_world: MakeWorld) -> None:
+async def test_an_endpoint_that_comes_and_goes_leaves_nothing_behind(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under load: a publisher sends all the time, also to the endpoint that comes and goes."""
+    monkeypatch.setattr("streamer.parts.reloading.OPEN_WAIT_S", 0.05)  # its uSubscription never answers
     world = await make(make_world)
     streamer = world.streamer
     at_vehicle = await world.node("vehicle", "vehicle1", 0x9001)
