@@ -25,15 +25,13 @@ from storage.runtime import REAL, Runtime
 from streamer import building
 from streamer.assembly import Assembly
 from streamer.config import Config
-from streamer.edge.edge import check_extra
 from streamer.operating.admin import Admin
 from streamer.operating.control import ControlSocket, SpareSocket
 from streamer.operating.states import of_one_that_cant_start
-from streamer.operating.tracing import check_tracing
 from streamer.part import Part, Parts
 from streamer.parts.admin import AdminPort
 from streamer.parts.losses import NewStorePart
-from streamer.parts.order import ORDER
+from streamer.parts.order import ORDER, require
 from streamer.parts.readiness import Readiness
 from streamer.parts.reloading import Reloader
 from streamer.parts.status import operations_without_start, status_without_start
@@ -55,8 +53,7 @@ class Streamer:
     @classmethod
     async def create(cls, config: Config, runtime: Runtime = REAL) -> Self:
         """Opens the logs and creates the parts, but opens no network. Raises UStatusError."""
-        check_extra(config)
-        check_tracing(config.tracing)
+        require(config)
         endpoints = building.endpoints_of(config)
         runtime = dataclasses.replace(runtime, disk=runtime.disk.with_reserve(building.reserve_of(config)))
         logs, window = await building.logs_of(config, runtime)

@@ -41,6 +41,11 @@ class Part(Reporter):
         """`parts`: all parts, with those before this one."""
         self.assembly, self.parts = assembly, parts
 
+    @classmethod
+    def require(cls, config: Config) -> None:
+        """Raises UStatusError if it can't do what the configuration says on this machine: a package or a file is
+        missing. Called before a file of the data_dir is opened, and by `up-streamer check`."""
+
     # From start to stop
 
     async def load(self) -> None:
@@ -80,7 +85,7 @@ class Part(Reporter):
             yield from reporter.samples()
 
     def operations(self) -> Mapping[str, Operation]:
-        """Returns what people and programs can ask of it, by name."""
+        """Returns what people and programs can ask of it, by name. Called once."""
         return {}
 
     # Endpoints come and go
@@ -106,7 +111,7 @@ class Part(Reporter):
         """Ends what goes. From here on the change can't fail."""
 
     def change(self, old: Config, new: Config, checked: Any) -> None:
-        """Takes over the new configuration. All parts do in one step of the loop: no message meets half of a change."""
+        """Takes over the new configuration. All parts do this in one step of the loop: no message meets half of it."""
 
     async def after_change(self, old: Config, new: Config, checked: Any) -> None:
         """Starts what is new."""

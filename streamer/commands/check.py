@@ -24,8 +24,6 @@ from streamer.commands.options import AsJson, ConfigFile
 from streamer.config import Config, Location, line_of
 from streamer.data_dir import LOG_FILE, PAUSES_FILE
 from streamer.edge import tokens
-from streamer.edge.edge import check_extra
-from streamer.operating.tracing import check_tracing
 from streamer.recovery_source import SOURCES
 from streamer.walk import paused as pauses
 from transports import certificates
@@ -63,14 +61,14 @@ def check(
     """
     from streamer.building import endpoints_of, notes_of, reserve_of, rule_of, too_small_note
     from streamer.commands.stored_interest import notes_of_subscriptions
+    from streamer.parts.order import require
     from streamer.parts.unmatched import unknown_authorities
 
     if take_over and not connect:
         raise invalid("--take-over says how --connect goes about it: give both")
     with terminal.errors(terminal.EXIT_CONFIG):
         loaded = configs.load(config)
-        check_extra(loaded)
-        check_tracing(loaded.tracing)
+        require(loaded)
     found = _usable_files_and_stores(loaded, config)
     made = asyncio.run(_make_transports(loaded))
     if connect:

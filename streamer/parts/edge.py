@@ -36,6 +36,10 @@ class EdgePart(Part):
         on_gap, now_ms = assembly.losses.channel_gap, assembly.runtime.now_ms
         return handlers_of(assembly.config, assembly.history, outlet, on_gap, callers, places, now_ms)
 
+    @classmethod
+    def require(cls, config: Config) -> None:
+        check_extra(config)
+
     async def start(self) -> None:
         await self.edge.open()
 
@@ -49,7 +53,6 @@ class EdgePart(Part):
         return (self.edge,)
 
     async def check(self, old: Config, new: Config) -> None:
-        check_extra(new)
         require_free({new.http.listen, new.grip.publish} - building.addresses_of(old))
 
     async def after_change(self, old: Config, new: Config, checked: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from streamer.config import Config
 from streamer.part import Part
 from streamer.parts.admin import AdminPort
 from streamer.parts.certificates import CertificatePart
@@ -63,3 +64,9 @@ ORDER: Final[tuple[tuple[type[Part], str], ...]] = (
     (Reloader, "changes all parts"),
     (AdminPort, "offers what all parts can be asked for; its port opens first and closes first"),
 )
+
+
+def require(config: Config) -> None:
+    """Raises UStatusError if a part can't do what the configuration says on this machine."""
+    for kind, _ in ORDER:
+        kind.require(config)

@@ -135,6 +135,8 @@ class Reloader(Part):
         """Makes what can fail. Raises UStatusError."""
         old = self.assembly.config
         changes, config = differences(old, new), appliable(old, new)
+        for part in self.parts:
+            part.require(config)
         before = {section.name: section for section in old.endpoint}
         transports = {
             section.name: building.make_transport(config, section)

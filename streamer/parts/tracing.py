@@ -20,6 +20,10 @@ class TracingPart(Part):
         super().__init__(assembly, parts)
         self.tracing = Tracing(assembly.config.authority, assembly.endpoints, assembly.dead_letters)
 
+    @classmethod
+    def require(cls, config: Config) -> None:
+        check_tracing(config.tracing)
+
     async def start(self) -> None:
         self.tracing.change(self.assembly.config.tracing)
 
@@ -31,9 +35,6 @@ class TracingPart(Part):
 
     def endpoint_added(self, attached: Attached, section: EndpointSection) -> None:
         attached.endpoint.spans = self.tracing.spans
-
-    async def check(self, old: Config, new: Config) -> None:
-        check_tracing(new.tracing)
 
     def change(self, old: Config, new: Config, checked: Any) -> None:
         if old.tracing != new.tracing:
