@@ -59,7 +59,6 @@ FOLLOW_MS_MAX: Final = 60_000  # ... longest pause between attempts to follow a 
 GATEWAY_ANNOUNCEMENT_TTL_MS: Final = 5_000  # announcements are repeated
 HOSTED_DRAIN_MS_MAX: Final = 200  # for each hosted service to answer pending requests
 
-
 log = structlog.get_logger()
 
 

@@ -12,13 +12,8 @@ import uprotocol
 from streamer.durations import Durations
 
 STARTING: Final = "starting"
-
-
 OPENING: Final = "its network is being opened"
-
-
 STREAMER: Final = ""  # names the streamer itself in place of an endpoint
-
 
 # one value for the metrics: name of a family in metrics.py, values of its labels, value
 Sample = tuple[str, tuple[str, ...], float | Durations]

@@ -134,8 +134,8 @@ def constants_twice(tree: Path) -> dict[str, list[str]]:
 
 
 def long_objects(tree: Path) -> dict[str, int]:
-    """Objects of more than OBJECT_LINES_MAX lines: `file:class` -> lines of the class and of all that it inherits from
-    in the product. A class that others inherit from is not counted by itself."""
+    """Returns the objects of more than OBJECT_LINES_MAX lines: `file:class` -> lines of the class and of its bases in
+    the product. A class that others inherit from is not counted by itself."""
     classes: dict[str, tuple[Path, ast.ClassDef]] = {}
     for path in sources(tree):
         for node in ast.walk(parsed(path)):

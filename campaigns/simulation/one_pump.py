@@ -37,7 +37,7 @@ AWAY: Final = (0.0, 0.02, 0.2)  # how often a batch is cut off, or a message fai
 
 
 class _Recorded(Network):
-    """`lines` has everything that was sent, and `heard` what was taken, by place."""
+    """A network that notes each message that is sent (`lines`), and each that it takes (`heard`, by place)."""
 
     run: _Run
 

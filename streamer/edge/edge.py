@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from streamer.grip.channels import Channels
 
 EXTRA: Final = {"aiohttp_sse": "aiohttp-sse", "jwt": "pyjwt"}  # modules of the extra `http`, and their packages
-
-
 OPEN_MS_MIN: Final = 500  # shortest and ...
 OPEN_MS_MAX: Final = 30_000  # ... longest pause between attempts to open it after a change
 

@@ -9,9 +9,8 @@ from typing import Final
 
 from streamer.walk.sender import QueuedRecord
 
-HELD_COUNTED_MAX: Final = (
-    1 << 20
-)  # seqs of one peer that are counted, 8 bytes each; of more a part is known ("at least")
+# seqs of one peer that are counted, 8 bytes each; of more a part is known ("at least")
+HELD_COUNTED_MAX: Final = 1 << 20
 HEADS_BYTES_MAX: Final = 4 << 20  # of first messages in memory; the others are read from the log
 
 

@@ -60,9 +60,8 @@ HOLD_RULES: Final[Mapping[tuple[HoldState, HoldEvent], HoldRule]] = {
     (WAITING, E.TRIAL_NOT_TAKEN): HoldRule(WAITING, N.LATER),  # of a unit that was merged into this one
     (WAITING, E.DUE): HoldRule(TRYING),
     (WAITING, E.NEWS): HoldRule(WAITING, N.NOW),
-    (WAITING, E.TRIAL_TAKEN): HoldRule(
-        TAKEN
-    ),  # of a merged unit: at the start, or after another trial of it has failed
+    # of a merged unit: at the start, or after another trial of it has failed
+    (WAITING, E.TRIAL_TAKEN): HoldRule(TAKEN),
     (TRYING, E.NOT_TAKEN): HoldRule(TRYING, N.LATER_IF_DUE),
     (TRYING, E.TRIAL_NOT_TAKEN): HoldRule(WAITING, N.LATER),
     (TRYING, E.NEWS): HoldRule(TRYING, N.WAKE),

@@ -78,9 +78,9 @@ class Aside(dict[OrderKey, deque[QueuedRecord]]):
         if not self or self._time() < self.due_at:
             return []
         self._tried.update(self)
-        found = [queue.popleft() for queue in self.values() for _ in range(min(len(queue), ASIDE_TRIED_MAX))]
-        self._count(found, -1)
-        return found
+        items = [queue.popleft() for queue in self.values() for _ in range(min(len(queue), ASIDE_TRIED_MAX))]
+        self._count(items, -1)
+        return items
 
     def put_back(self, again: Sequence[QueuedRecord], stuck: Set[OrderKey] = frozenset()) -> None:
         """Put items back that have not got through: in front of their stream if it is stuck, else of the queue. Also

@@ -121,9 +121,6 @@ class ClaimPart(Part):
             cursor["records"] = await count(durable, cursor["endpoint"], pumps.get(cursor["endpoint"]))
         return {"cursors": cursors}
 
-    def endpoint_added(self, attached: Attached, section: EndpointSection) -> None:
-        self.assembly.claims.find_unclaimed()
-
     def change(self, old: Config, new: Config, checked: Any) -> None:
         self.assembly.claims.limit_ms = new.history.absent_ms
-        self.assembly.claims.find_unclaimed()
+        self.assembly.claims.find_unclaimed()  # endpoints may have come and gone

@@ -1,7 +1,7 @@
 """Takes over a changed configuration while the streamer runs.
 
 file -> read -> Part.check: names, files, certificates, transports, ports   what is wrong here changes nothing
-             -> differences (config/changes.py): what the operator is told; what needs a restart stays as it is
+             -> differences (config/changes.py): reported to the operator; what needs a restart is not changed
              -> networks that stay try what new rules need: one that refuses it ends the reload, and nothing has changed
              -> apply, which can't fail: stop what goes or changes -> one step: endpoints, Part.change, rules
                                          -> start what is new or changed -> Part.after_change
@@ -166,14 +166,14 @@ class Reloader(Part):
             with contextlib.suppress(TimeoutError):  # one that does not answer is tried again
                 async with asyncio.timeout(OPEN_WAIT_S):
                     await assembly.networks.listen(retry=False)
-        except BaseException:  # who has asked for it is gone
-            assembly.rules.replace(before)
-            raise
-        refused = [network.trouble for network in tried if network.trouble and network.is_connected]
-        if refused:
+            refused = [network.trouble for network in tried if network.trouble and network.is_connected]
+            if refused:
+                what = f"a network refuses what the new rules need: {refused[0]}"
+                raise UStatusError(UCode.FAILED_PRECONDITION, what)
+        except BaseException:  # refused, or the caller was cancelled
             assembly.rules.replace(before)
             assembly.networks.listen_soon(is_back=True)  # which also forgets what was refused
-            raise UStatusError(UCode.FAILED_PRECONDITION, f"a network refuses what the new rules need: {refused[0]}")
+            raise
 
     # Apply
 

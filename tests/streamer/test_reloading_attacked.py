@@ -140,7 +140,7 @@ async def test_who_asked_may_leave(make_world: MakeWorld) -> None:
 async def test_a_network_that_does_not_answer_keeps_no_rule_from_being_added(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, is_given_up: bool
 ) -> None:
-    """Unless who has asked for it is gone before it was taken over: then nothing has changed."""
+    """If the caller is cancelled before that, nothing has changed."""
     monkeypatch.setattr(reloading, "OPEN_WAIT_S", 20.0 if is_given_up else 0.1)
     world = await make_world(TWO, AT_CLOUD, '[[rule]]\nfrom = "cloud"\nto = "vehicle"\n')
     asked = asyncio.Event()
