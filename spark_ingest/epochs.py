@@ -213,6 +213,7 @@ class EpochGate:
         part = self._part(record, group)
         if part is None:
             return False
+        # 1: the epochs that had begun `before` we read what the keeper says of them
         opened = {_time(one.numbers) for one in group.opened} & part.active
         known = self.parts.get(record.origin)
         before = part.active - opened
@@ -226,12 +227,14 @@ class EpochGate:
             before = frozenset()
         if known is None and not self._live and not is_lossy:  # the first frontier: it serves as the snapshot
             self.filter, before = raised(self.filter, before), frozenset()
+        # 2: the keeper's part, in place of its last one; a new keeper's may include records that we passed unread
         self._replace(record.origin, part)
         if known is None:
             length = self.length or len(next(iter((*part.lower, *part.active)), ()))
             self.suspect = raised(self.suspect, passed_unread(group, length))
             for time, one in self.waiting.items():
                 one.why = one.why or (MISSED if is_covered(self.suspect, time) else "")
+        # 3: epochs that are open there
         for time in part.active:
             if is_covered(self.filter, time) or is_covered(self.rest, time):
                 continue
@@ -243,6 +246,7 @@ class EpochGate:
                 waiting.why = waiting.why or (MISSED if is_lossy else BEGUN_THERE)
             if is_covered(self.suspect, time):
                 waiting.why = waiting.why or MISSED
+        # 4: epochs that have ended there
         for ended in group.ended:
             ends = self.waiting.get(_time(ended.time.numbers))
             if ends is not None:

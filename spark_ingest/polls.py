@@ -75,6 +75,7 @@ class HistoryPolls:
 
     async def _ask(self, member: Member) -> None:
         """Poll for a plan, and take the answer."""
+        # 1: ask
         generation = member.generation
         if self._run.is_ending and member.target is None:
             target = await self._target(member.authority)
@@ -91,12 +92,14 @@ class HistoryPolls:
         is_cut_short = not answer.plan and took_s * 2_000 < asked.wait_ms
         member.wait_ms = SPARK_WAIT_MS_MIN if is_cut_short else min(2 * member.wait_ms, SPARK_WAIT_MS_MAX)
         member.answer_s = min(took_s, member.answer_s) if asked.wait_ms else took_s
+        # 2: check the answer
         if not is_sound(answer) or any(one.seq > SEQ_MAX for one in (*answer.begin, *answer.next)):
             what = f"{member.authority}: expected logs with 16 bytes and a seq below 2^63, got an answer with others"
             raise UStatusError(UCode.DATA_LOSS, what)
         if not answer.HasField("visible"):
             what = f"{member.authority}: this streamer cannot plan batches: expected up-streamer 0.2 or later there"
             raise UStatusError(UCode.FAILED_PRECONDITION, what)
+        # 3: topics that the query has wanted, or may read, for a shorter time than others: their older records
         wanted = Coverage(self._run.coverage_topics, Visible.of(answer.visible).text)
         begin = offset or begun(answer, wanted, asked.positions)
         changed = member.changed  # with how far earlier polls have passed the backfills, if it still is what is wanted
@@ -107,6 +110,7 @@ class HistoryPolls:
         if backfill is not None:
             older = _backfill_poll(backfill, asked)
             rest = await self._session.call(member.authority, lambda client: client.poll(older))
+        # 4: take both answers
         if generation != member.generation or member.offset is not offset:
             return  # the query has gone on meanwhile
         if member.offset is None:

@@ -373,12 +373,14 @@ class Arrivals(Generic[T]):
         if done is not None and not done.cancelled():
             done.exception()  # marks it as retrieved: a batch behind a failed one is delivered again in any case
         while self._pending:
+            # 1: a batch that is still being taken: later ones wait
             batch, taking, _since, raised = self._pending[0]
             failure: BaseException | None = None
             if taking is not None:
                 if not taking.done():
                     break
                 failure = asyncio.CancelledError() if taking.cancelled() else taking.exception()
+            # 2: a failed one that the network can deliver again: with all later ones, after a pause
             if failure is not None and self._redeliver:
                 log.warning(
                     "a listener did not take a batch: delivering it again", messages=len(batch), error=repr(failure)
@@ -387,6 +389,7 @@ class Arrivals(Generic[T]):
                 self._redeliver_at = self._loop.time() + self._backoff.next_ms() / 1000
                 self._wake()
                 return
+            # 3: a batch that is over, taken or not
             self._pending.popleft()
             capacity.held_since = self._pending[0].since if self._pending else math.inf
             capacity.being_taken -= len(batch)

@@ -351,6 +351,7 @@ class ListenerTable:
         known: _KnownStamp | None = None
         with_ttl = 0
         for index, (filter, payload, encoded) in enumerate(arrived):
+            # 1: the message: the last one again, one of a known stream, or one to be parsed
             is_again = encoded == last_encoded and payload == last_payload and filter not in brought_by
             if last is None or known is None or not is_again:
                 last, last_encoded, last_payload, brought_by = None, encoded, payload, []
@@ -369,6 +370,7 @@ class ListenerTable:
                     if first is None:
                         continue
                     known, last = first
+            # 2: who wants it
             brought_by.append(filter)
             wanted_by = known.route.by_filter.get(id(filter))
             if wanted_by is None:

@@ -296,7 +296,8 @@ class Auditor:
 
     async def _audit(self, authority: str, major: int, timeout_ms: int | None = None) -> bool:
         """`timeout_ms`: as in FetchTheirs. Returns False if the service has not answered."""
-        # a partner that is remembered from now on has a command that the answer may not know
+        # 1: ask, and note what moves meanwhile. A partner that is remembered from now on has a command that the answer
+        # may not know
         remembered = self._partners.remembered
         before, suspects = await self._links(authority), dict(self._suspects)
         moving = {topic for topic in before if self._is_busy(topic)}
@@ -309,6 +310,7 @@ class Auditor:
                 return False  # to be repeated
             if error.code == UCode.UNIMPLEMENTED and not before:
                 self._partners.forget((authority, major), remembered)
+        # 2: links of ours that it does not have
         after = await self._links(authority)
         stable = {
             topic: link
@@ -324,12 +326,14 @@ class Auditor:
             self._renew(authority, lost)
         if listing is None:
             return True
+        # 3: subscriptions that it has, and we do not know
         theirs, said = listing
         unknown = [topic for topic in theirs if topic[0] == authority and topic not in before and topic not in after]
         orphans = [topic for topic in unknown if not self._is_busy(topic)]
         for topic in orphans:
             self.submit(Orphaned(topic, major))
         self._compare_stores((authority, major), said, len(orphans))
+        # 4: a partner with which we share nothing
         if not theirs and not any(link.major == major for link in (*before.values(), *after.values())):
             subscribing = await self._store.read(lambda reader: reader.subscribing(authority))
             if (authority, major) not in subscribing:

@@ -277,6 +277,7 @@ class Assembler:
         self.counts["incomplete"] += 1
 
     def _add(self, record: Record, epoch: Epoch, now: float) -> list[Assembled]:
+        # 1: its group, and the part of its keeper, whose frontiers say when it is whole
         key, log, time = self._table.key_of(record, epoch.group), first_log(record), epoch.time
         group = self._groups.get(key) or self._table.unreported(key)
         merged = group.reported_frontiers
@@ -287,6 +288,7 @@ class Assembler:
                 part = None  # of a keeper whose frontiers were not read yet
         if part is not None:
             merged.touch(log, part, now)
+        # 2: a time of another length than the group's: an epoch of this record alone
         group.length = group.length or len(time)
         if len(time) != group.length:
             if not self._plain.take(record):
@@ -294,6 +296,7 @@ class Assembler:
                 return []
             self._count_incomplete()
             return [Assembled(epoch, [record], ODD, key[1])]
+        # 3: what was delivered, or is not wanted
         joins = bool(merged.parts) and group.is_rest(time) if part is None else group.joined(part.keeper, time)
         if joins and self._filter == "atomic":
             self.dropped["filtered"] += 1
@@ -301,6 +304,7 @@ class Assembler:
         if group.was_delivered(time, record):
             self.dropped["delivered"] += 1
             return []
+        # 4: an epoch that had begun before we read, or that no frontier reports
         is_unreported = part is None and bool(merged.parts)
         if part is None and not merged.parts:
             # no frontier has come for so long that none is expected
@@ -313,6 +317,7 @@ class Assembler:
             self.dropped["filtered" if part is not None else "begun"] += 1
             group.note_delivered(time, [record])  # it may be read again after the filter is gone
             return []
+        # 5: it waits for the end of its epoch
         pending = group.pending.get(time)
         if pending is None:
             reason = REST if group.is_rest(time) else group.redelivered.get(time, "")

@@ -243,6 +243,7 @@ class Store:
         `followed`: positions in other logs that are valid only with these chunks, by key of META; `changes` may have
         older ones. `probe`: write something in any case, to find out whether that works. Returns the progress of the
         streams of these chunks, which the loop applies."""
+        # 1: whatever may fail, before the transaction
         began = self.runtime.monotonic()
         db = self.file.db or self._reconnect()
         extent, unindexed, ahead = self.extent, self.loaded.unindexed, self.ahead
@@ -260,7 +261,7 @@ class Store:
                 error.sqlite_errorcode = sqlite3.SQLITE_FULL
                 raise error
             self._is_choked = False
-        with transaction(db):
+        with transaction(db):  # 2: write
             if changes.streams or changes.forgotten:
                 self._write_streams(db, changes)
             changes.write_rows(db)
@@ -277,6 +278,7 @@ class Store:
             if checkpoint:
                 self._checkpoint(db)
             written = self.runtime.monotonic()
+        # 3: it is on disk; nothing from here on may fail
         now = self.runtime.monotonic()
         self.durations.append((now - began, now - written))
         self._replaced = {}

@@ -64,6 +64,7 @@ def check(
     from streamer.parts.order import require
     from streamer.parts.unmatched import unknown_authorities
 
+    # 1: the file, and what it names
     if take_over and not connect:
         raise invalid("--take-over says how --connect goes about it: give both")
     with terminal.errors(terminal.EXIT_CONFIG):
@@ -71,19 +72,20 @@ def check(
         require(loaded)
     found = _usable_files_and_stores(loaded, config)
     made = asyncio.run(_make_transports(loaded))
-    if connect:
+    if connect:  # 2: its networks
         from streamer.commands.connect import check_connections
 
         if not check_connections(loaded, made, take_over=take_over, timeout_s=timeout, as_json=as_json):
             raise typer.Exit(terminal.EXIT_FAILED)
         return
+    # 3: notes: what it accepts, and might surprise
     endpoints = endpoints_of(loaded, made)
     following = notes_of(loaded, endpoints, map(rule_of, loaded.rules))
     disk = too_small_note(loaded, disk_limit(loaded.streamer.data_dir / LOG_FILE, reserve_of(loaded)))
     notes = [*_lines(config, found), *endpoints.notes(), *disk, *following]
     notes += [*unknown_authorities(loaded, endpoints), *notes_of_subscriptions(loaded, endpoints)]
     paused = pauses.read(pauses.file_of(loaded.streamer.data_dir / PAUSES_FILE))
-    if as_json:
+    if as_json:  # 4: print
         print(json.dumps(_as_dict(loaded, notes, paused)))
         return
     for title, columns, rows in _tables(loaded, config):

@@ -167,7 +167,11 @@ class KeptBytes:
 
 
 class Feed:
-    """Reads the newest records of `topics` as `caller`, while it has clients."""
+    """Reads the newest records of `topics` as `caller`, while it has clients.
+
+    Its state: the events that are kept, their number and position (`_kept`, `_bytes`, `_first`, `_before_first`), how
+    far it has read (`newest_id`, `exact_from`), and who reads it (`clients`, `rates`).
+    """
 
     def __init__(self, reading: HistoryReading, history: ReadableHistory, caller: UUri, room: KeptBytes) -> None:
         self._reading, self._history, self._caller, self._room = reading, history, caller, room

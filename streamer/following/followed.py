@@ -111,7 +111,12 @@ class _RestartedError(UStatusError):
 
 class Followed:
     """One history that is followed. `counts`: records (that came), stored, duplicate, pushed_before, unwanted, loop,
-    spoofed, unreadable, refused (appends), doorbells, gaps, denied (topics that we may not read there)."""
+    spoofed, unreadable, refused (appends), doorbells, gaps, denied (topics that we may not read there).
+
+    Its state: the conversation (`_following` and `_acceptor`, while it runs, and `trouble`); what is on its way into
+    the log (`_appending`, `_begun`, `_unreported`); how far it has come (`_covered`, `_confirmed_since`, `_pushed`, and
+    what of them is on disk); and topics that are treated apart (`_fixed`, `_withheld`, `_missing`, `not_kept`).
+    """
 
     def __init__(self, follows: Intake, service: UUri, endpoint: Endpoint, follow: Follow | None) -> None:
         self.service, self.endpoint, self.follow = service, endpoint, follow

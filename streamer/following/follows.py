@@ -60,7 +60,12 @@ log = structlog.get_logger()
 
 
 class Follows(Intake, UListener, Reporter):
-    """All followed histories: those in `follows`, and those of publishers and gateways that announce themselves."""
+    """All followed histories: those in `follows`, and those of publishers and gateways that announce themselves.
+
+    Its state: the histories (`_followed`, with `_by_name` and `_named` to find them), the tasks that follow them
+    (`_tasks`) or begin to after the start (`_to_run`); who has announced itself and is not followed (`_idle`,
+    `_refused`); and who waits for an answer of a history.
+    """
 
     def __init__(
         self,

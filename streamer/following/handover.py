@@ -42,7 +42,11 @@ log = structlog.get_logger()
 
 
 class HandOvers(Reporter):
-    """Owns the cursors `followed:ENDPOINT` and `follower:ENDPOINT:SERVICE`."""
+    """Owns the cursors `followed:ENDPOINT` and `follower:ENDPOINT:SERVICE`.
+
+    Its state, by endpoint: its pumps, its follower and why that was refused, whether its publishes are followed
+    (`_taken`); by row: for how long a follower has been silent, now and on disk.
+    """
 
     def __init__(
         self,

@@ -103,7 +103,11 @@ class Outlet:
 
 
 class Channel:
-    """One channel. Its turns come one after the other: what arrives meanwhile is appended with the next one."""
+    """One channel. Its turns come one after the other: what arrives meanwhile is appended with the next one.
+
+    Its state: `committed`, the position on disk; the items that come next (`_sequencer`, `_arrived`), and the turn that
+    runs; its listeners, its counts, and the trouble of its link.
+    """
 
     def __init__(
         self, section: ChannelSection, wait_s: float, outlet: Outlet, links: Links | None, on_gap: OnMissing

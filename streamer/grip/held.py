@@ -69,7 +69,11 @@ class _Held:
 
 class HeldStream(_Held):
     """One held stream behind its first answer. `url`: of the request, at the backend; `host`: under which the client
-    knows it."""
+    knows it.
+
+    Its state: the backend's last instruction (`_hold`), a recovery that is asked for (`_asking`, `_sent`, `_pages`),
+    and when the stream is idle or needs a sign of life (`_active`, `_idle_at`, `_alive_at`).
+    """
 
     def __init__(self, channels: HeardChannels, links: SharedLinks, write: Write, url: str, host: str = "") -> None:
         super().__init__(channels, links.tick)

@@ -122,7 +122,11 @@ class Lines:
 
 class Line(asyncio.Protocol):
     """One connection, passed to aiohttp while it keeps the limits of `lines`. TLS begins here and not at the listening
-    socket, so that a connection counts before it."""
+    socket, so that a connection counts before it.
+
+    Its state: how far the connection is (`_securing`, `_is_served`, `_is_busy`, `is_answering`), the timers that end it
+    (`_timer`, `_sending`), and how much of the next request's head has come.
+    """
 
     def __init__(self, http: asyncio.Protocol, lines: Lines) -> None:
         self._http, self._lines = http, lines

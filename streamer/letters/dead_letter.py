@@ -399,7 +399,11 @@ class PerMinute:
 
 
 class DeadLetters(Reporter):
-    """Queues, stores and publishes dead letters. `add` never waits; `run` stores and publishes."""
+    """Queues, stores and publishes dead letters. `add` never waits; `run` stores and publishes.
+
+    Its state: the letters that wait (`_queue`), the store while it can be used (`_store`, `trouble`, `_open_again_at`),
+    what the limits of a minute have let through (`_rate`, `_limited`, `_logged`), and the counts of all letters.
+    """
 
     def __init__(
         self,

@@ -168,6 +168,7 @@ class Resender:
 
     def _way(self, letter: Stored, to: str) -> LetterWay | LetterResult:
         """Returns where the letter goes, or why it is not sent."""
+        # 1: letters that can't be sent again at all
         attributes, refused = letter.message.attributes, partial(LetterResult, letter.number, ResendResult.REFUSED)
         if letter.is_cut:
             return LetterResult(
@@ -175,6 +176,7 @@ class Resender:
             )
         if attrs.is_expired(attributes, uuids.now_ms()):
             return LetterResult(letter.number, ResendResult.EXPIRED, f"its ttl of {attributes.ttl} ms is over")
+        # 2: the endpoint `at` that it was for, by its present name; for a removed one, `to`
         name = letter.endpoint if letter.endpoint in self._endpoints else self._renamed().get(letter.endpoint, "")
         is_known = name in self._endpoints
         if not is_known and not to:
@@ -182,6 +184,7 @@ class Resender:
         if is_known and to not in ("", name):
             return refused(f"endpoint {name!r} is configured: it goes there only")
         at = self._endpoints[name if is_known else to]
+        # 3: the endpoint that it came from
         source, sink = attributes.source, attributes.sink if attributes.HasField("sink") else None
         origin = self._endpoints.owner(source.authority_name)
         if origin is None:
@@ -190,6 +193,7 @@ class Resender:
             )
         if sink is not None and self._hosted.owns(sink):
             return refused("it is for a service of this streamer: its sender has to send it again")
+        # 4: a message that was not taken from its origin goes into the walk again, all others to one peer
         message = EncodedMessage.of(letter.message)
         if at is origin and sink is None:
             if not is_known:
@@ -198,6 +202,7 @@ class Resender:
         peer = at if at is not origin or sink is None else self._endpoints.owner(sink.authority_name)
         if peer is None or peer is origin:
             return refused("no endpoint but that of its source has its sink's authority")
+        # 5: a publish has the sink that its peer needs
         if attributes.type == attrs.PUBLISH:
             if sink is not None and not peer.needs_sink:
                 message, sink = Readdressed(source, None).of(message), None

@@ -72,7 +72,12 @@ class GateParts:
 
 
 class Gate:
-    """The gate of one topic, on the event loop. `came_at`: loop time of the last live message or answer."""
+    """The gate of one topic, on the event loop. `came_at`: loop time of the last live message or answer.
+
+    Its state: the entries that wait (`_waiting`), those as well that are under way (`_entries`), and those behind a
+    hole (`_beyond`); whether the gate is closed, and why (`_is_closed`, `_cause`, `_is_gap_open`); the attempt to
+    recover (`_task`), and what makes the next turn due (`_is_due`, `_timer`).
+    """
 
     def __init__(self, topic: UUri, source: AskedSource, parts: GateParts) -> None:
         self.topic, self.source, self._parts = topic, source, parts

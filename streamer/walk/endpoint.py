@@ -71,6 +71,9 @@ class Endpoint:
 
     A plugin that raises anything but UStatusError has a fault: `faults` counts it, `fault` describes it until the next
     call succeeds, and the call answers UNAVAILABLE, so that it is tried again.
+
+    Its state: those counts and faults, and the addresses that it has looked up. Everything else is set once, by its
+    owner, or belongs to `sends`, `twins` and the transport.
     """
 
     # set by `Endpoints`: the names of our authorities on this network, if they differ from those inside

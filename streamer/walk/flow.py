@@ -78,7 +78,11 @@ Offer = Callable[["asyncio.Future[int]"], None]
 
 
 class Flow:
-    """The flow into one log. Pumps call `moved`; appenders append through it."""
+    """The flow into one log. Pumps call `moved`; appenders append through it.
+
+    Its state: the pumps that read (`_readers`), the appends that wait for their turn (`_queue`, while it `holds`), and
+    how many records may come in (`_credit`), by how far the leading pump has come and by the processor's time.
+    """
 
     def __init__(self, used: Callable[[], Used] | None = None) -> None:
         """`used`, for a durable log: the processor time that the process has used."""

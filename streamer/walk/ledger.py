@@ -133,7 +133,11 @@ class Pressure:
 
 class AuthorityLedger:
     """At most `accounts_max` accounts. If full, the longest silent are removed; their counts go to `others`.
-    `on_new(authority, endpoint)` is called with each new one."""
+    `on_new(authority, endpoint)` is called with each new one.
+
+    Its state: the accounts, with what removed ones have counted (`others`), and a turn over all of them in slices,
+    which finds those with the highest rates: `_snapshot`, `_next`, `_rising`, and its result `top`.
+    """
 
     def __init__(
         self,

@@ -351,7 +351,12 @@ class Networks(Reporter):
 
 
 class EndpointFilters:
-    """The filters with which `listener` is registered at one endpoint. Lives on the loop."""
+    """The filters with which `listener` is registered at one endpoint. Lives on the loop.
+
+    Its state: the filters that are registered (`_registered`, of which `_unsure` may have been forgotten) or refused
+    (`_refused`); those that are needed whatever the interest is (`_fixed`, with `_covers` and `_shapes`), as of
+    `_made_for`; the version of the interest that was checked (`_seen`), and what is still to be checked (`_due`).
+    """
 
     def __init__(
         self, endpoint: Endpoint, view: View, hosted: HostedTransport, record: Iterable[UUri], listener: UListener

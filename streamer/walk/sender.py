@@ -166,7 +166,11 @@ class Landed(NamedTuple, Generic[T]):
 
 class Sender(Generic[T]):
     """Sends batches of `queue` to one peer. Items are tuples with the message in the middle. Its owner takes the
-    batches, and settles what `landed` returns."""
+    batches, and settles what `landed` returns.
+
+    Its state: `queue`, the batch that waits for the pace (`waiting`), the batches in flight (`flights`), and what the
+    last answers mean for the next batch (`have_failed`, `is_failing`, `is_held`, `_next_at`).
+    """
 
     def __init__(
         self,

@@ -405,6 +405,7 @@ class Window:
         unheard = {topic for other in self._unanswered for topic in other.unheard}
         forbidden = {stream: status for other in self._unanswered for stream, status in other.forbidden.items()}
         for message in sending.messages[len(sending.statuses) : end]:
+            # 1: messages of a stream that the broker has refused, or may refuse
             is_suspect = False
             if sending.refused or self.suspects.by_stream:
                 stream = _stream(message)
@@ -414,6 +415,7 @@ class Window:
                 is_suspect = self.suspects.is_suspect(stream, self._slashes(message))
                 if is_suspect and in_flight:
                     break
+            # 2: messages that would overtake an earlier one of theirs, which is forbidden or has no subscriber
             if forbidden and (stream := _stream(message)) in forbidden:
                 sending.forbidden[stream] = forbidden[stream]
                 sending.statuses.append(forbidden[stream])
@@ -423,7 +425,7 @@ class Window:
                 sending.unheard.add(topic)
                 sending.statuses.append(_UNHEARD)
                 continue
-            try:
+            try:  # 3: messages that MQTT can't carry
                 head, tail = self._encode(message)
             except UStatusError as error:
                 sending.statuses.append(error.status)
@@ -433,7 +435,7 @@ class Window:
                 why = f"the message could not be encoded: {error!r}"
                 sending.statuses.append(UStatus(code=UCode.INTERNAL, message=why))
                 continue
-            packet_id = self._next_packet_id()
+            packet_id = self._next_packet_id()  # 4: all others
             while packet_id in in_flight:
                 packet_id = self._next_packet_id()
             size = len(tail) if len(tail) > UNCOUNTED_BYTES_MAX else 0
