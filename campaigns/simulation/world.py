@@ -76,6 +76,7 @@ from campaigns.simulation.recovery import sections as sections_of_recovery
 from history.log import streams
 from history.log.log import Log
 from history.reading.following import FollowMode
+from streamer.egress.rows import EndpointPositions
 from transports import plugin as plugins
 from transports.local import LocalTransport
 from uprotocol import attributes as attrs
@@ -831,7 +832,8 @@ class World:
             if machine.streamer is not None:
                 newest = plan.newest_at_heal(machine)
                 for waits in machine.streamer.assembly.claims.unclaimed:
-                    self.checker.unclaimed.append((machine.name, waits.first, newest))
+                    first = EndpointPositions.of(waits.log.cursors.seqs(), waits.endpoint).first_of_all
+                    self.checker.unclaimed.append((machine.name, first, newest))
 
     def _all_ready(self) -> bool:
         return all(machine.ready and not problems_of(machine) for machine in self.machines.values())

@@ -75,11 +75,6 @@ class Unclaimed:
             self.records += found.records - records
 
     @property
-    def first(self) -> int:
-        """Returns the seq after which the first record that waits may be."""
-        return EndpointPositions.of(self._seqs, self.endpoint).first_of_all
-
-    @property
     def topics(self) -> int:
         """Returns how many topics and addresses are held."""
         return sum(name.startswith(("parked:", "held:")) for name in self.names)

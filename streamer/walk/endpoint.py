@@ -32,7 +32,6 @@ from uprotocol.encoded import EncodedMessage
 from uprotocol.status import OK, RETRYABLE, UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, HeardCallback, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
@@ -187,12 +186,6 @@ class Endpoint:
         if self.names is not None:
             source_filter, sink_filter = self.names.filter(source_filter, sink_filter)
         await self._guarded(self.transport.unregister_listener, source_filter, listener, sink_filter)
-
-    async def send(self, message: UMessage) -> None:
-        """Raises UStatusError."""
-        (status,) = await self.send_batch([EncodedMessage.of(message)])
-        if status.code:
-            raise UStatusError.from_status(status)
 
     async def send_batch(self, messages: Sequence[EncodedMessage]) -> list[UStatus]:
         """Send messages encoded or decoded, as the transport needs them. Never raises; the statuses are UNAVAILABLE if

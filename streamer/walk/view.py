@@ -83,14 +83,6 @@ class Rules:
         self._rules[rule.ingress, rule.egress] = rule
         self.changed()
 
-    def remove(self, ingress: str, egress: str) -> Rule:
-        """Raises NOT_FOUND."""
-        rule = self._rules.pop((ingress, egress), None)
-        if rule is None:
-            raise UStatusError(UCode.NOT_FOUND, f"there is no rule from {ingress!r} to {egress!r}")
-        self.changed()
-        return rule
-
     def replace(self, rules: Iterable[Rule]) -> None:
         """Use these rules and no others. What patterns have matched before stays known."""
         before, self._rules = self._rules, {(rule.ingress, rule.egress): rule for rule in rules}

@@ -112,7 +112,7 @@ class Driven:
                 if subject[0] != subject[1]:
                     rules = streamer.assembly.rules
                     if rules.between(*subject) is not None:
-                        rules.remove(*subject)
+                        rules.replace([rule for rule in rules if (rule.ingress, rule.egress) != tuple(subject)])
                     else:
                         rules.add(Rule(*subject))
                     await self.listens()
