@@ -127,24 +127,23 @@ class Followed:
         self.is_gateway = not self.kind
         self.counts: Counter[str] = Counter()
         self._backoff = follows.backoff()
-        self._doorbell = Doorbell(self.key, self._ask_now, self._backoff, self.counts)
+        self.doorbell = Doorbell(self.key, self._ask_now, self._backoff, self.counts)
         self._pending = Pending()
         self._capacity_freed = asyncio.Event()
         self._came = asyncio.Event()
-        stored = self._log.followed.position(self.key)
-        kept = FollowedPlaces.FromString(stored or b"")
+        kept = self._kept
         self._was_ended, self._pushed = kept.ended, PushedBefore(self._log, kept.pushed_after)
         self.announced_at = asyncio.get_running_loop().time()  # or found otherwise
         self.has_position = asyncio.Event()  # the position is on disk
-        if stored is not None:
+        if self._log.followed.position(self.key) is not None:
             self.has_position.set()
         # plain messages with later ids are copies; None: unknown yet. As the history reports it, and as it is on disk
-        self._confirmed_since = _since(stored) if stored is not None else None
-        self._doorbell.copies_since = self._confirmed_since
+        self._confirmed_since = uuids.to_bytes(kept.since) if kept.HasField("since") else None
+        self.doorbell.copies_since = self._confirmed_since
         self._withheld: set[uris.Key] = set()  # denied topics of which no record has come since
         self._fixed: dict[uris.Key, UUri] = {}  # topics that are followed whether or not somebody wants them
         # the topics that were followed up to here without a hole, and those that begin or end with the next answer
-        self._covered = self._covered_before(stored)
+        self._covered = self._covered_before(kept.topics)
         self._covered_kept = self._covered.digest  # on disk, or about to be
         self._missing: list[UUri] = []  # topics that we may not read from here on
         self._unreported = 0  # Beginnings that are not in the log yet
@@ -284,10 +283,6 @@ class Followed:
         self._backoff.wake()
         self._ask_now()
 
-    def on_doorbell(self, message: EncodedMessage) -> bool:
-        """See Doorbell.on_doorbell."""
-        return self._doorbell.on_doorbell(message)
-
     def _ask_now(self) -> None:
         if self._following is not None:
             self._following.check_now()
@@ -306,7 +301,7 @@ class Followed:
                     log.warning("a history can't be followed; trying again", service=self.key, why=str(error))
                 self.trouble = str(error)
                 if error.code in REFUSALS:
-                    self._doorbell.stop_trusting_history()
+                    self.doorbell.stop_trusting_history()
             except Exception as error:  # a fault of ours must not end it without a report
                 log.exception("a history can't be followed; trying again", service=self.key)
                 self.trouble = f"a fault of this program: {error!r}"
@@ -346,7 +341,7 @@ class Followed:
                 await self._pull(following, reader_state)
         finally:
             self._following, self._acceptor, self.is_handed_over = None, None, False
-            self._doorbell.denied.clear()
+            self.doorbell.denied.clear()
             await client.close()
 
     def _forgotten(self) -> None:
@@ -355,7 +350,7 @@ class Followed:
 
     def _denied(self, topic: UUri) -> None:
         self.counts["denied"] += 1
-        self._doorbell.denied.add(uris.key(topic))
+        self.doorbell.denied.add(uris.key(topic))
         if uris.key(topic) not in self._withheld:
             self._withheld.add(uris.key(topic))
             self._missing.append(topic)
@@ -370,8 +365,7 @@ class Followed:
             await self._keep_first(reader_state)  # push again
             self._was_ended = False
         was_followed = bool(reader_state.positions)
-        stored = FollowedPlaces.FromString(self._log.followed.position(self.key) or b"")
-        self._pushed = PushedBefore(self._log, stored.pushed_after)
+        self._pushed = PushedBefore(self._log, self._kept.pushed_after)
         asked = HandOver(take=True, takes_held=True, positions=reader_state.request())
         for position in await following.commands.hand_over(asked):
             known = reader_state.positions.get(position.incarnation)
@@ -407,7 +401,7 @@ class Followed:
         since = self._confirmed_since
         self._log.followed.keep(self.key, self._stored(reader_state))
         await self._log.saved()
-        self._doorbell.copies_since = since
+        self.doorbell.copies_since = since
         self.has_position.set()
 
     def _confirmed(self, done: UUID) -> None:
@@ -417,7 +411,7 @@ class Followed:
         if self._confirmed_since is None:
             self._confirmed_since = id
         elif id < self._confirmed_since:  # the publisher's clock went back
-            self._confirmed_since = self._doorbell.copies_since = id
+            self._confirmed_since = self.doorbell.copies_since = id
         else:
             return
         self._pending.has_moved = True
@@ -427,7 +421,7 @@ class Followed:
         """Accept answers while earlier records are being committed."""
         acceptor = self._acceptor = Acceptor(state=reader_state, read=self._follows.read)
         self._pending = Pending(
-            reader_state=acceptor.state.copy(), has_moved=self._confirmed_since != self._doorbell.copies_since
+            reader_state=acceptor.state.copy(), has_moved=self._confirmed_since != self.doorbell.copies_since
         )
         if not self._begun:  # else it is set with the first answer, which says what we may not read
             self._pending.covered = self._covered_digest
@@ -447,7 +441,7 @@ class Followed:
                     self._report_begun()
                 if answer is None:
                     continue
-                self._doorbell.answered()
+                self.doorbell.answered()
                 self.trouble = ""
                 self._take(acceptor.accept(answer), sum(batch.ByteSize() for batch in answer.batches))
         finally:
@@ -506,18 +500,18 @@ class Followed:
 
     async def _store(self, pending: Pending) -> None:
         """Store records and position in one transaction."""
-        if self._doorbell.has_kept_copies:  # one may be the twin of a record here, and its append may fail
-            self._doorbell.has_kept_copies = False
+        if self.doorbell.has_kept_copies:  # one may be the twin of a record here, and its append may fail
+            self.doorbell.has_kept_copies = False
             await self._follows.ingress(self.endpoint).settled()
         appending = asyncio.create_task(self._append(pending), name=f"append {self.key}")
         self._appending.add(appending)
         appending.add_done_callback(self._appending.discard)
         since = self._confirmed_since
         is_kept = await asyncio.shield(appending)
-        if since != self._doorbell.copies_since:  # saved before copies are dropped, so that a restart recognizes them
+        if since != self.doorbell.copies_since:  # saved before copies are dropped, so that a restart recognizes them
             if not is_kept:
                 await self._log.saved()
-            self._doorbell.copies_since = since
+            self.doorbell.copies_since = since
 
     async def _append(self, pending: Pending) -> bool:
         """Append records and position. Returns whether the position is on disk."""
@@ -591,13 +585,10 @@ class Followed:
         self._log.followed.keep(COVERED + self.key, topics if len(topics) <= POSITION_BYTES_MAX else None, at_once=True)
         self._covered_kept = digest
 
-    def _covered_before(self, stored: bytes | None) -> Covered:
-        """Returns the topics of the last run; none if they do not belong to the stored position."""
-        kept = self._log.followed.position(COVERED + self.key)
-        if stored is None or kept is None:
-            return Covered()
-        covered = Covered(Beginning.FromString(kept).topics)
-        return covered if covered.digest == FollowedPlaces.FromString(stored).topics else Covered()
+    def _covered_before(self, digest: Digest) -> Covered:
+        """Returns the topics of the last run; none if they do not belong to the position, which has this digest."""
+        covered = Covered(Beginning.FromString(self._log.followed.position(COVERED + self.key) or b"").topics)
+        return covered if covered.digest == digest else Covered()
 
     def _beginning_here(self, said: Beginning) -> Sorted:
         """Returns a Beginning as a record of our own."""
@@ -605,15 +596,19 @@ class Followed:
         message = EncodedMessage.of(UMessageBuilder.publish(topic).with_id(uuids.new()).pack(said))
         return Sorted(self._log, self._log.stream_id(topic, wanted=True), message, None, None, None)
 
+    @property
+    def _kept(self) -> FollowedPlaces:
+        """Returns what our log has about this history; empty if it has nothing."""
+        return FollowedPlaces.FromString(self._log.followed.position(self.key) or b"")
+
     def _committed(self) -> ReaderState:
         """Returns the positions in our log."""
-        reader_state, stored = ReaderState(), self._log.followed.position(self.key)
-        if stored is not None:
-            for position in FollowedPlaces.FromString(stored).positions:
-                reader_state.positions[position.incarnation] = position.seq
-                if position.in_memory:
-                    reader_state.idle.add(position.incarnation)
-                reader_state.learn([position])
+        reader_state = ReaderState()
+        for position in self._kept.positions:
+            reader_state.positions[position.incarnation] = position.seq
+            if position.in_memory:
+                reader_state.idle.add(position.incarnation)
+            reader_state.learn([position])
         return reader_state
 
     def _stored(self, reader_state: ReaderState, covered: bytes = b"") -> bytes:
@@ -644,8 +639,3 @@ def _first_behind(gap: Gap, records: Sequence[Record]) -> int:
         if record.incarnation == gap.incarnation and record.seq > gap.after_seq
     )
     return next(behind, len(records))
-
-
-def _since(stored: bytes) -> bytes | None:
-    kept = FollowedPlaces.FromString(stored)
-    return uuids.to_bytes(kept.since) if kept.HasField("since") else None

@@ -95,18 +95,14 @@ class Follows(Intake, UListener, Reporter):
         self._waits = set[asyncio.Timeout]()  # of answers, for the position in a history
         self._to_run: dict[str, Callable[[], Coroutine[None, None, None]]] = {}
         self._refused = 0  # announced histories beyond HISTORIES_FOLLOWED_MAX
-        self._ended = _EndedPositions()
+        # keys of the positions in histories that are not followed any more, the oldest first
+        self._ended: dict[str, None] = {}
 
     def __repr__(self) -> str:
         return f"Follows({list(self._followed)})"
 
     def __iter__(self) -> Iterator[Followed]:
         return iter(self._followed.values())
-
-    @property
-    def wants_all(self) -> bool:
-        """The interest is not known yet."""
-        return self._wants_all
 
     def named_topics(self) -> Iterator[UUri]:
         """Returns the patterns of all [[follow]] topics."""
@@ -197,7 +193,7 @@ class Follows(Intake, UListener, Reporter):
         if follow is not None or service.ue_id >> 16:
             self._follow(service, endpoint, follow)
         elif FollowedPlaces.FromString(self.logs.durable.followed.position(key) or b"").ended:
-            self._ended.keep(self.logs.durable.followed, key)
+            self._keep_ended(key)
         else:
             self._run(key, functools.partial(self._end, key, service, endpoint))
 
@@ -212,8 +208,21 @@ class Follows(Intake, UListener, Reporter):
                 if error.code in (UCode.PERMISSION_DENIED, UCode.UNIMPLEMENTED):
                     break
                 await backoff.wait()
-        self._ended.keep(self.logs.durable.followed, key)
+        self._keep_ended(key)
         log.info("a history is not followed any more: our position in it is kept", service=key)
+
+    def _keep_ended(self, key: str) -> None:
+        """Keep the position in a history that is not followed any more, for the day that it is followed again."""
+        followed = self.logs.durable.followed
+        self._ended[key] = None
+        kept = FollowedPlaces.FromString(followed.position(key) or b"")
+        kept.ended = True
+        followed.keep(key, kept.SerializeToString(), at_once=True)
+        followed.keep(COVERED + key, None)
+        while len(self._ended) > ENDED_MAX:
+            oldest = next(iter(self._ended))
+            del self._ended[oldest]
+            followed.keep(oldest, None)
 
     def _run(self, key: str, run: Callable[[], Coroutine[None, None, None]]) -> None:
         if self._is_running:
@@ -237,7 +246,7 @@ class Follows(Intake, UListener, Reporter):
             if self._refused == 1:
                 log.error("no more histories can be followed", limit=HISTORIES_FOLLOWED_MAX, service=followed.key)
             return
-        self._ended.keys.pop(followed.key, None)
+        self._ended.pop(followed.key, None)
         self._followed[followed.key] = followed
         self.histories = len(self._followed)
         for name in _names_of(service.authority_name):
@@ -249,16 +258,12 @@ class Follows(Intake, UListener, Reporter):
 
     # -- announcements
 
-    def on_receive(self, message: UMessage) -> None:
-        """Handle the announcement of a gateway that we may follow."""
-        self.announced(message)
-
     def on_announcement(self, message: EncodedMessage) -> bool:
-        """Handle the announcement of a publisher's history."""
-        self.announced(message.decoded())
+        """Handle the announcement of a publisher's history; those of gateways come to `on_receive` directly."""
+        self.on_receive(message.decoded())
         return False
 
-    def announced(self, message: UMessage) -> None:
+    def on_receive(self, message: UMessage) -> None:
         """Follow the service that `message` announces. Its address was checked before."""
         try:
             announcement = UPayload.of(message).unpack(Announcement)
@@ -328,8 +333,8 @@ class Follows(Intake, UListener, Reporter):
                     of_name.pop(uris.key(topic), None)
                     if not of_name:
                         del self._topics[name]
-        if topics is None or wants_all != self._wants_all:
-            self._wants_all = wants_all
+        if topics is None or wants_all != self.wants_all:
+            self.wants_all = wants_all
             self._follow_idle(list(self._idle.values()))
             for followed in self._followed.values():
                 followed.listen_again()
@@ -371,7 +376,7 @@ class Follows(Intake, UListener, Reporter):
         followed = min(there, key=lambda one: one.is_gateway, default=None)
         is_followed = followed is not None and followed.records(source)
         if followed is not None and not followed.is_gateway:
-            return is_followed, followed.on_doorbell
+            return is_followed, followed.doorbell.on_doorbell
         return is_followed, self.on_announcement if uris.matches(PUBLISHERS, source) else None
 
     def _about(self, topic: UUri) -> Iterator[Followed]:
@@ -389,7 +394,7 @@ class Follows(Intake, UListener, Reporter):
         for endpoint in self._endpoints:
             there = [one for one in self if one.endpoint is endpoint]
             states = Counter[str](one.state for one in there)
-            states["ended"] = sum(key.startswith(f"{endpoint.name}:") for key in self._ended.keys)
+            states["ended"] = sum(key.startswith(f"{endpoint.name}:") for key in self._ended)
             shown = [state for state in FOLLOWING_STATES if there or states["ended"]]
             yield from each("followed", (endpoint.name,), {state: states[state] for state in shown})
             became = sum((one.counts for one in there), Counter[str]())
@@ -428,25 +433,6 @@ def _inherit(followed: FollowedLogs, former: Iterable[tuple[str, str]], endpoint
         for key in [key for key, of in former if of == service][:1]:
             for prefix in ("", COVERED):
                 followed.rename(prefix + key, prefix + to)
-
-
-class _EndedPositions:
-    """Positions in histories that are not followed any more, for the day that they are followed again: the latest
-    ENDED_MAX. `keys`: those of the log, the oldest first."""
-
-    def __init__(self) -> None:
-        self.keys = dict[str, None]()
-
-    def keep(self, followed: FollowedLogs, key: str) -> None:
-        self.keys[key] = None
-        kept = FollowedPlaces.FromString(followed.position(key) or b"")
-        kept.ended = True
-        followed.keep(key, kept.SerializeToString(), at_once=True)
-        followed.keep(COVERED + key, None)
-        while len(self.keys) > ENDED_MAX:
-            oldest = next(iter(self.keys))
-            del self.keys[oldest]
-            followed.keep(oldest, None)
 
 
 def _names_of(authority: str) -> set[str]:

@@ -68,11 +68,11 @@ class Intake:
         self.rng, self.random_bytes, self.now_ms = runtime.rng, runtime.random_bytes, runtime.now_ms
         self._rpc = InMemoryRpcClient(hosted, local)
         self._frames = Frames(hosted, local)
-        self._stamps = Stamps()
+        self.read = Stamps().read
         self.valid = Cache[bytes, bool]()  # for attributes: what follows the id, and whether they are valid
         self.histories = 0  # number of histories that are followed
         self.matched: set[uris.Key] = set()  # patterns of [[follow]] topics that have matched a topic
-        self._wants_all = False  # the interest is unknown yet: somebody may want any topic
+        self.wants_all = False  # the interest is unknown yet: somebody may want any topic
         # subscribed topics, by authority and by the family of the authority
         self._topics: dict[str, dict[uris.Key, UUri]] = {}
 
@@ -102,7 +102,7 @@ class Intake:
 
     def always_wanted(self) -> Iterator[UUri]:
         """Returns the recorded topics; all topics while the interest is not known yet."""
-        yield from [uris.ANY] if self._wants_all else self.logs.record
+        yield from [uris.ANY] if self.wants_all else self.logs.record
 
     def lives_there(self, endpoint: Endpoint, topic: UUri) -> bool:
         return self._endpoints.owner(topic.authority_name) is endpoint
@@ -127,9 +127,6 @@ class Intake:
 
     def client(self, service: UUri) -> HistoryClient:
         return HistoryClient(self._rpc, service, frames=self._frames)
-
-    def read(self, data: bytes) -> EncodedMessage:
-        return self._stamps.read(data)
 
 
 def _begin_turn(turn: asyncio.Future[int]) -> None:

@@ -160,5 +160,5 @@ async def test_what_a_gateway_keeps(pair: Pair) -> None:
     assert not asked(pair, "//vehicle1/8001/1/FFFF", hides=(speed, uris.format(DOOR))), (
         "hidden subscriptions say nothing"
     )
-    pair.vehicle.assembly.follows._wants_all = True
+    pair.vehicle.assembly.follows.wants_all = True
     assert asked(pair, SEATS), "a uSubscription has not answered yet"
