@@ -152,11 +152,6 @@ class Backlog:
 
     # Interest and pauses
 
-    @property
-    def hangs_on_interest(self) -> bool:
-        """True if something waits until it is known who wants it."""
-        return bool(self.topics) or self.plans.lacks_capacity
-
     def look_again(self, stream: int) -> None:
         """Look who wants this topic."""
         self.plans.forget_plans((stream,))
@@ -287,10 +282,6 @@ class Backlog:
 
     def _is_publish(self, stream: int) -> bool:
         return self._log.knows_stream(stream) and is_publish(self._log.stream(stream))
-
-    @property
-    def is_followed(self) -> bool:
-        return self.plans.is_followed
 
     @property
     def has_publishes(self) -> bool:

@@ -110,7 +110,7 @@ async def count(source: Log, endpoint: str, pump: Pump | None = None) -> int:
     positions, newest = EndpointPositions.of(source.cursors.seqs(), endpoint), source.newest_seq
 
     def after(stream: int) -> int | None:
-        if pump is not None and not (pump.waits.is_followed and is_publish(source.stream(stream))):
+        if pump is not None and not (pump.waits.plans.is_followed and is_publish(source.stream(stream))):
             return pump.waits.waits_after(stream)
         return positions.after_in(source, stream)
 

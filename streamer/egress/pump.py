@@ -141,7 +141,7 @@ class Pump:
 
     def interest_changed(self, _: Topics) -> None:
         """Look at the held topics again. For others the view is asked when a record comes."""
-        if self.waits.hangs_on_interest:
+        if self.waits.topics or self.waits.plans.lacks_capacity:
             self.sender.wake.set()
 
     def wake(self) -> None:

@@ -62,7 +62,7 @@ async def skip(pumps: Sequence[Pump], to_ms: int, *, dry_run: bool) -> list[Skip
 
     Raises FAILED_PRECONDITION if it reads our history itself, and the errors of the log.
     """
-    followed = next((pump.peer.name for pump in pumps if pump.waits.is_followed), None)
+    followed = next((pump.peer.name for pump in pumps if pump.waits.plans.is_followed), None)
     if followed is not None:
         what = f"endpoint {followed!r} follows our history, and reads publishes by itself: nothing waits for it here"
         raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}; have it skip there")

@@ -229,11 +229,12 @@ class HandOvers(Reporter):
             what = f"topics wait for endpoint {name!r}, and this follower does not read what is held (takes_held)"
             raise UStatusError(UCode.UNAVAILABLE, f"{what}: nothing can be handed over before they have left")
         for pump in self._pumps[name]:
-            if not pump.waits.is_followed and pump.waits.positions().first_of_all < read.get(pump.log.incarnation, 0):
+            first, read_to = pump.waits.positions().first_of_all, read.get(pump.log.incarnation, 0)
+            if not pump.waits.plans.is_followed and first < read_to:
                 what = f"publishes wait for endpoint {name!r} from before the position of this follower"
                 raise UStatusError(UCode.UNAVAILABLE, f"{what}: nothing can be handed over before they have left")
         for pump in self._pumps[name]:
-            if not pump.waits.is_followed:
+            if not pump.waits.plans.is_followed:
                 self._hold(name, pump.log, await pump.between_batches(pump.waits.hand_over))
             row = self._follower_row(name)
             if pump.log.cursors.seq(row) is None:
