@@ -203,16 +203,7 @@ class LetterStore:
 
     def write(self, letters: Sequence[LetterRow]) -> None:
         """Stores all, or raises sqlite3.Error and stores none. If full, removes the oldest of the largest authority."""
-        self._file.disk.retry_with_reserve(self.path, lambda: self._try(letters))
-
-    def _try(self, letters: Sequence[LetterRow]) -> None:
-        db = self._file.writable(WAL_HELD_BYTES_MAX)
-        try:
-            self._write(db, letters)
-        except BaseException:
-            self._letters = None
-            self._file.reset()
-            raise
+        self._change(lambda db: self._write(db, letters))
 
     def _write(self, db: sqlite3.Connection, letters: Sequence[LetterRow]) -> None:
         known = self._letters = _counted(db) if self._letters is None else self._letters
@@ -223,11 +214,10 @@ class LetterStore:
         removed = set()
         while known.is_over:
             removed.add(known.drop())
-        with transaction(db):
-            # first, so that the insert reuses its pages
-            delete_rows(db, "delete from letter where number", list(removed))
-            rows = [(number, *letter) for number, letter in fresh.items() if number not in removed]
-            insert_rows(db, "insert into letter(number, time_ms, code, reason, endpoint, message)", rows)
+        # first, so that the insert reuses its pages
+        delete_rows(db, "delete from letter where number", list(removed))
+        rows = [(number, *letter) for number, letter in fresh.items() if number not in removed]
+        insert_rows(db, "insert into letter(number, time_ms, code, reason, endpoint, message)", rows)
 
     def read(self, newest: int = STORED_MAX) -> list[Stored]:
         """Returns the newest letters, oldest first. Raises UStatusError(DATA_LOSS) if they are damaged."""
@@ -264,6 +254,7 @@ class LetterStore:
 
     def remove(self, which: LetterFilter, count_max: int = REMOVED_MAX) -> int:
         """Removes the oldest of these letters in one transaction; returns how many. Raises sqlite3.Error."""
+        self._letters = None  # counted again when the next letter comes
         where, values = which.sql()
         oldest = f"select number from letter where {where} order by number limit ?"
         delete = f"delete from letter where number in ({oldest})"
@@ -278,18 +269,19 @@ class LetterStore:
             db.executemany(update, [(now_ms, code, reason, number) for number, code, reason in refused])
             return delete_rows(db, "delete from letter where number", list(arrived))
 
+        self._letters = None
         return self._change(change)
 
-    def _change(self, change: Callable[[sqlite3.Connection], int]) -> int:
-        self._letters = None  # counted again when the next letter comes
-        return self._file.disk.retry_with_reserve(self.path, lambda: self._try_change(change))
+    def _change(self, change: Callable[[sqlite3.Connection], T]) -> T:
+        return self._file.disk.retry_with_reserve(self.path, lambda: self._try(change))
 
-    def _try_change(self, change: Callable[[sqlite3.Connection], int]) -> int:
+    def _try(self, change: Callable[[sqlite3.Connection], T]) -> T:
         try:
             db = self._file.writable(WAL_HELD_BYTES_MAX)
             with transaction(db):
                 return change(db)
         except BaseException:
+            self._letters = None
             self._file.reset()
             raise
 
@@ -410,7 +402,6 @@ class DeadLetters(Reporter):
         path: Path,
         authority: str,
         publish: Callable[[UUri, DeadLetter], Awaitable[None]],
-        now_ms: Callable[[], int] | None = None,
         runtime: Runtime = REAL,
         *,
         bytes_max: int = QUEUED_BYTES_MAX,
@@ -420,7 +411,7 @@ class DeadLetters(Reporter):
         if path.is_dir():
             raise LETTERS.refusal(path, "it is a folder, not a file")
         self._path, self._disk, self._monotonic = path, runtime.disk, runtime.monotonic
-        self._topic, self._publish, self.now_ms = topic(authority), publish, now_ms or runtime.now_ms
+        self._topic, self._publish, self.now_ms = topic(authority), publish, runtime.now_ms
         self._bytes_max, self._published_bytes_max = bytes_max, message_bytes_max - LETTER_ENVELOPE_BYTES
         self._queue: FairQueue[Letter] = FairQueue(LETTERS_QUEUED_MAX, bytes_max)
         self._rate = PerMinute(STORED_PER_MINUTE, WHOLE_BYTES_PER_MINUTE, runtime.monotonic)

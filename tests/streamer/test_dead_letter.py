@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from storage.runtime import Runtime
+from storage.runtime import REAL, Runtime
 from streamer.letters import dead_letter
 from streamer.letters.dead_letter import DeadLetters, LetterStore
 from uprotocol import uri as uris
@@ -36,10 +37,11 @@ def publication(text: str = "x") -> UMessage:
 class Desk:
     """Dead letters with a store, and what they publish."""
 
-    def __init__(self, path: Path, **limits: Any) -> None:
+    def __init__(self, path: Path, runtime: Runtime = REAL, **limits: Any) -> None:
         self.published: list[tuple[str, DeadLetter]] = []
         self.refuse = False
-        self.letters = DeadLetters(path, "vehicle1", self._publish, now_ms=lambda: 1_700_000_000_000, **limits)
+        runtime = dataclasses.replace(runtime, now_ms=lambda: 1_700_000_000_000)
+        self.letters = DeadLetters(path, "vehicle1", self._publish, runtime, **limits)
 
     async def _publish(self, topic: UUri, letter: DeadLetter) -> None:
         if self.refuse:
