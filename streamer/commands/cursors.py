@@ -40,8 +40,6 @@ from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 
-SCAN_RECORDS: Final = 10_000  # read from a log in one step
-SCAN_BYTES: Final = 16 << 20
 FOR_EVER: Final = 1 << 60  # no retention here: the streamer does it
 
 
@@ -297,7 +295,8 @@ async def _require_no_publishes(log: Log, pushed: str, followed: str, new: str) 
         return min(positions.after_in(log, stream), positions.first_held) if is_publish(log.stream(stream)) else None
 
     first = min(positions.first_of_all, newest)
-    if records := (await skipping.count(log, first, newest, after)).records:
+    records, _ = await skipping.counted(log, first, newest, after)
+    if records:
         count = f"{records} publishes wait" if not positions.addresses else f"up to {records} publishes wait"
         what = f"{count} for {pushed!r}, and who is behind {followed!r} follows our history: it reads by itself"
         how = f"take followed_by from {new!r}, start and stop the streamer, adopt them, and give followed_by back once"
@@ -314,8 +313,9 @@ async def _require_order(log: Log, old: str, leaves: EndpointPositions, new: str
     if read <= began:
         return
     # records of any topic may wait for a held address
-    waits = leaves.streams.keys() | await _streams(log, min(leaves.overall, leaves.first_held), began)
-    newer = await _streams(log, max(began, leaves.overall), read)
+    _, behind = await skipping.counted(log, min(leaves.overall, leaves.first_held), began)
+    _, newer = await skipping.counted(log, max(began, leaves.overall), read)
+    waits = behind.union(leaves.streams)
     if overtaken := sorted(uris.format(log.stream(one).source) for one in waits & newer if log.knows_stream(one)):
         raise UStatusError(
             UCode.FAILED_PRECONDITION,
@@ -324,19 +324,6 @@ async def _require_order(log: Log, old: str, leaves: EndpointPositions, new: str
             f"all the same with --out-of-order (what {new!r} has had comes twice), or let them go with "
             f"'up-streamer cursors forget {old}'",
         )
-
-
-async def _streams(log: Log, after: int, until: int) -> set[int]:
-    """Returns the streams with records after `after` up to `until`."""
-    found: set[int] = set()
-    while after < until:
-        scan = await log.scan(after, max_records=SCAN_RECORDS, max_bytes=SCAN_BYTES, until=until)
-        for chunk in scan.chunks:
-            found.update(stream for seq, stream in zip(chunk.seqs, chunk.streams, strict=True) if after < seq <= until)
-        if scan.covered <= after:
-            break
-        after = scan.covered
-    return found
 
 
 async def _forget(path: Path, endpoint: str) -> int:

@@ -70,9 +70,10 @@ class Unclaimed:
     async def count(self) -> None:
         """Count all again, also those that are not in memory. Raises UStatusError."""
         seqs, records, positions = self._seqs, self.records, EndpointPositions.of(self._seqs, self.endpoint)
-        found = await skipping.count(self.log, positions.first, self._counted_to, partial(positions.after_in, self.log))
+        waits_after = partial(positions.after_in, self.log)
+        found, _ = await skipping.counted(self.log, positions.first, self._counted_to, waits_after)
         if seqs is self._seqs:
-            self.records += found.records - records
+            self.records += found - records
 
     @property
     def topics(self) -> int:
@@ -116,7 +117,8 @@ async def count(source: Log, endpoint: str, pump: Pump | None = None) -> int:
 
     first = min(positions.first, newest)
     to = min(newest, first + CLAIM_COUNTED_MAX)
-    return (await skipping.count(source, first, to, after)).records + newest - to
+    records, _ = await skipping.counted(source, first, to, after)
+    return records + newest - to
 
 
 class Claims(Reporter):

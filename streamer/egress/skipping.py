@@ -35,12 +35,13 @@ class Skipped(NamedTuple):
     topics: int
 
 
-async def count(source: Log, after: int, to: int, waits_after: Callable[[int], int | None]) -> Skipped:
-    """Returns the records after `after` up to `to`. `waits_after(stream)`: the seq after which the endpoint has nothing
-    of it; None: it gets nothing of it."""
+async def counted(
+    source: Log, after: int, to: int, waits_after: Callable[[int], int | None] = lambda _: 0
+) -> tuple[int, set[int]]:
+    """Returns the number of records after `after` up to `to`, and their streams. `waits_after(stream)`: the seq after
+    which the endpoint has nothing of it; None: it gets nothing of it."""
     waiting: dict[int, int] = {}
-    records, streams, start = 0, set[int](), max(after, source.floor_seq)
-    position = start
+    records, streams, position = 0, set[int](), max(after, source.floor_seq)
     while position < to:
         found = await source.scan(position, max_records=COUNTED_AT_ONCE, max_bytes=COUNTED_BYTES, until=to, bare=True)
         for chunk in found.chunks:
@@ -54,6 +55,13 @@ async def count(source: Log, after: int, to: int, waits_after: Callable[[int], i
         if found.covered <= position:
             break
         position = found.covered
+    return records, streams
+
+
+async def count(source: Log, after: int, to: int, waits_after: Callable[[int], int | None]) -> Skipped:
+    """Returns what waits of the records after `after` up to `to`. `waits_after`: see `counted`."""
+    start = max(after, source.floor_seq)
+    records, streams = await counted(source, start, to, waits_after)
     return Skipped(source.name, start, to, records, len(streams))
 
 
