@@ -152,13 +152,6 @@ class Endpoint:
     async def close(self) -> None:
         await self._guarded(self.transport.close)
 
-    async def register_listener(
-        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
-    ) -> None:
-        if self.names is not None:
-            source_filter, sink_filter = self.names.filter(source_filter, sink_filter)
-        await self._guarded(self.transport.register_listener, source_filter, listener, sink_filter)
-
     async def register_listeners(
         self, filters: Sequence[tuple[UUri, UUri | None]], listener: UListener
     ) -> list[UStatus]:

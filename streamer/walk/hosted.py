@@ -228,9 +228,7 @@ class HostedTransport(UTransport):
     async def register_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
-        if sink_filter is None:
-            await self._home.register_listener(source_filter, listener)
-            return
+        assert sink_filter is not None, "a service listens to what is addressed to it"
         attrs.validate_filters(source_filter, sink_filter)
         is_whole = sink_filter.ue_version_major == uris.WILDCARD_VERSION
         assert is_whole == (sink_filter.resource_id == uris.WILDCARD_RESOURCE), "one address, or the whole entity"
@@ -244,9 +242,7 @@ class HostedTransport(UTransport):
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
-        if sink_filter is None:
-            await self._home.unregister_listener(source_filter, listener)
-            return
+        assert sink_filter is not None, "as it was registered"
         source, at = self._entry(source_filter, sink_filter)
         entries = self._listeners.get(at, [])
         left = [entry for entry in entries if entry[1] is not listener or entry[0] != source]
