@@ -73,10 +73,8 @@ class ReadingBack:
     @property
     def next_at(self) -> float | None:
         """Returns the loop time of the next step that is due by time alone."""
-        if not self._taken:
-            return self._due_at
-        due_at = self._due_at
-        return self._read_back_at if due_at is None else min(due_at, self._read_back_at)
+        times = self._due_at, self._read_back_at if self._taken else None
+        return min([at for at in times if at is not None], default=None)
 
     @property
     def _due_at(self) -> float | None:

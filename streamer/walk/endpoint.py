@@ -471,9 +471,6 @@ class Endpoints(Reporter):
         for endpoint in self:
             if endpoint.names is None and endpoint.suffix:
                 endpoint.names = Names(endpoint.suffix, self._is_inside)
-        self._forget_owners()
-
-    def _forget_owners(self) -> None:
         self._owners.clear()
         for endpoint in self:
             if endpoint.names is not None:

@@ -315,8 +315,7 @@ class Networks(Reporter):
             elif retry_at is not None:
                 backoff = self._backoff()  # with the limits that are configured now
                 retry_at = None
-            if not network.tried.is_set():
-                self._has_tried(network)
+            self._has_tried(network)
             if network.is_back and network.is_connected:
                 network.is_back = False
                 self._on_listens(network.endpoint)
@@ -378,12 +377,6 @@ class EndpointFilters:
         self._refused: dict[FilterKey, UStatusError] = {}
         self._turn = asyncio.Lock()
         self.looks = 0  # checks of a filter
-
-    def __len__(self) -> int:
-        return len(self._registered) - len(self._unsure)
-
-    def __iter__(self) -> Iterator[FilterKey]:
-        return (key for key in self._registered if key not in self._unsure)
 
     def services_changed(self) -> None:
         """Have the next `sync` make the fixed filters again: the hosted services have changed."""

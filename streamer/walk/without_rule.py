@@ -110,9 +110,6 @@ class WithoutRule(Reporter):
         self._logged, self._logged_since = 0, 0.0  # lines of the log since then, loop time
         self.looks = 0  # checks of a topic
 
-    def __len__(self) -> int:
-        return sum(map(len, self._groups.values()))
-
     async def run(self) -> None:
         """Follow the changes of interest and rules until cancelled."""
         remove = self._interest.on_change(self._has_changed)

@@ -147,7 +147,7 @@ async def test_a_topic_without_answer_is_parked_and_goes_out_in_order_when_someb
         assert parked(world) == 1
     service.answering.set()
     # known to be version 3 again, so everything is listened to
-    await world.until(lambda: EVERYTHING in world.assembly.networks["vehicle"].filters)
+    await world.until(lambda: EVERYTHING in world.assembly.networks["vehicle"].filters._registered)
     await vehicle.send(publish(DOOR, "door 3"))
     await vehicle.send(publish(DOOR, "door 4"))
     await heard.expect(9)
@@ -249,7 +249,7 @@ async def without_the_cloud(world: Any) -> None:
     """A reload removes the endpoint, and with it all that is known of its service."""
     endpoints = [one for one in world.config.endpoint if one.name != "cloud"]
     await reload(world, changed(world.config, endpoint=endpoints))
-    await world.until(lambda: EVERYTHING not in world.assembly.networks["vehicle"].filters)
+    await world.until(lambda: EVERYTHING not in world.assembly.networks["vehicle"].filters._registered)
 
 
 async def test_a_reload_answers_once_a_new_service_has_said_what_is_wanted(
@@ -276,7 +276,7 @@ async def test_a_reload_does_not_wait_long_for_a_new_service_that_is_silent(
     (asked,) = [one for one in world.assembly.interest.sources if one.name == "cloud"]
     assert not asked.healthy
     service.answering.set()
-    await world.until(lambda: EVERYTHING in world.assembly.networks["vehicle"].filters)
+    await world.until(lambda: EVERYTHING in world.assembly.networks["vehicle"].filters._registered)
     await vehicle.send(publish(SPEED, "once it has answered"))
     await heard.expect(1)
     assert heard.texts == ["once it has answered"]

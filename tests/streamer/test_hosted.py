@@ -191,7 +191,7 @@ async def test_what_comes_while_the_streamer_starts_is_not_lost(
     heard = await world.hear(cloud, uris.ANY, CLOUD_APP)
     starting = asyncio.create_task(world.start())
     note = UMessageBuilder.notification(SPEED, CLOUD_APP).build()
-    await world.until(lambda: world.streamer is not None and world.assembly.networks["vehicle"].filters)
+    await world.until(lambda: world.streamer is not None and world.assembly.networks["vehicle"].filters._registered)
     assert not world.assembly.ready.is_set()
     await vehicle.send(note)
     await world.until(lambda: world.assembly.logs.durable.newest_seq == 1)

@@ -131,7 +131,7 @@ class Driven:
         assert not await self.streamer.assembly.networks.listen(retry=False)
         for ingress in self.streamer.assembly.ingresses.values():
             filters = self.streamer.assembly.networks[ingress.endpoint.name].filters
-            assert {*filters} == expected_filters(self.streamer, ingress)
+            assert registered(filters) == expected_filters(self.streamer, ingress)
 
     async def settles(self) -> None:
         async with asyncio.timeout(20):
@@ -179,6 +179,10 @@ def planned(plan: Any) -> Any:
     """The part of it that can be compared."""
     held = [(hold.unit, since) for hold, since in plan.held]
     return plan.targets, plan.since, plan.as_is, len(plan.copies), plan.whole is None, plan.park, held
+
+
+def registered(filters: EndpointFilters) -> set[Any]:
+    return filters._registered.keys() - filters._unsure
 
 
 def expected_filters(streamer: Streamer, ingress: Ingress) -> set[Any]:
@@ -261,7 +265,7 @@ async def test_one_subscription_more_costs_a_look_at_its_topic(
     await client.open()
     route_looks = routes.looks
     await client.subscribe(one_more)
-    assert (uris.key(one_more), None) in filters
+    assert (uris.key(one_more), None) in registered(filters)
     assert filters.looks == looks + 1
     assert routes.looks <= route_looks + 10, "its topic is unknown, and some answers passed"
     heard = await world.hear(await world.node("cloud", "cloud", 0x9001), one_more)
@@ -319,7 +323,7 @@ async def test_what_a_network_refuses_is_tried_again_when_it_is_time_and_not_wit
     wants(source, many(60))
     with pytest.raises(UStatusError, match="no"):
         await filters.sync(interest)
-    assert len(filters) == len(network.listening) == 12, "peer, announcements, and what it takes"
+    assert len(registered(filters)) == len(network.listening) == 12, "peer, announcements, and what it takes"
     network.asked.clear()
     wants(source, many(62))
     with pytest.raises(UStatusError, match="no"):  # it still is so
@@ -328,7 +332,7 @@ async def test_what_a_network_refuses_is_tried_again_when_it_is_time_and_not_wit
     wants(source, many(1), Status.UNSUBSCRIBED)
     network.code = UCode.OK
     await filters.sync(interest)
-    topics = {source for source, sink in filters if sink is None and source[1:] != uris.key(PUBLISHERS)[1:]}
+    topics = {source for source, sink in registered(filters) if sink is None and source[1:] != uris.key(PUBLISHERS)[1:]}
     assert topics == {uris.key(topic) for topic in many(62)[1:]}
 
 
@@ -343,20 +347,20 @@ async def test_a_network_that_answers_nothing_is_not_asked_for_all_the_rest(monk
     assert len(network.asked) == ASKED_AT_ONCE
     network.code = UCode.OK
     await filters.sync(interest)
-    assert len(filters) == 4_002
+    assert len(registered(filters)) == 4_002
 
 
 async def test_an_interrupted_lookup_continues() -> None:
     network, filters, interest, source = refusing()
     wants(source, many(2_000))
     cut = asyncio.ensure_future(filters.sync(interest))
-    while not len(filters) > 300:  # noqa: ASYNC110 - it goes on by itself
+    while not len(registered(filters)) > 300:  # noqa: ASYNC110 - it goes on by itself
         await asyncio.sleep(0)
     cut.cancel()
     await asyncio.gather(cut, return_exceptions=True)
-    assert len(filters) < 2_000
+    assert len(registered(filters)) < 2_000
     await filters.sync(interest, retry=False)
-    assert len(filters) == len(network.listening) == 2_002
+    assert len(registered(filters)) == len(network.listening) == 2_002
 
 
 async def test_a_cover_that_comes_or_goes_is_never_missed() -> None:
@@ -374,8 +378,8 @@ async def test_a_cover_that_comes_or_goes_is_never_missed() -> None:
     network.unregister_listener = watched  # type: ignore[method-assign]
     source.can_list = False  # every publish is listened to
     await filters.sync(interest)
-    assert len(filters) == 2
+    assert len(registered(filters)) == 2
     source.can_list = True
     await filters.sync(interest)
-    assert len(filters) == 602
+    assert len(registered(filters)) == 602
     assert min(least) == 600
