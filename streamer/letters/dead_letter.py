@@ -52,7 +52,6 @@ FREE_BYTES_MAX: Final = 16 << 20  # of unused pages in the file; with more of th
 LETTERS_WAL_BYTES_MAX: Final = 4 << 20  # size of the write-ahead log after a checkpoint
 # ... and while a reader prevents the checkpoint: above it nothing is stored
 WAL_HELD_BYTES_MAX: Final = 32 << 20
-DISK_BYTES_MAX: Final = 128 << 20  # of all files of the store: the bounds above and the overhead of SQLite
 LETTERS_QUEUED_MAX: Final = 2_000  # letters not yet stored
 QUEUED_BYTES_MAX: Final = 8 << 20  # of their messages
 # stored letters of one authority, code and kind of reason; any more are only counted
@@ -83,11 +82,6 @@ T = TypeVar("T")
 CODE_NAMES: Final = [code_name(code) for code in UCode.values() if code]
 
 log = structlog.get_logger()
-
-
-def topic(authority: str) -> UUri:
-    """Returns the topic on which dead letters are published."""
-    return ids.at(authority, ids.DEAD_LETTERS)
 
 
 @dataclass(frozen=True)
@@ -411,7 +405,7 @@ class DeadLetters(Reporter):
         if path.is_dir():
             raise LETTERS.refusal(path, "it is a folder, not a file")
         self._path, self._disk, self._monotonic = path, runtime.disk, runtime.monotonic
-        self._topic, self._publish, self.now_ms = topic(authority), publish, runtime.now_ms
+        self._topic, self._publish, self.now_ms = ids.at(authority, ids.DEAD_LETTERS), publish, runtime.now_ms
         self._bytes_max, self._published_bytes_max = bytes_max, message_bytes_max - LETTER_ENVELOPE_BYTES
         self._queue: FairQueue[Letter] = FairQueue(LETTERS_QUEUED_MAX, bytes_max)
         self._rate = PerMinute(STORED_PER_MINUTE, WHOLE_BYTES_PER_MINUTE, runtime.monotonic)
@@ -502,16 +496,12 @@ class DeadLetters(Reporter):
             minute_before=self._logged_before[kind],
         )
 
-    @property
-    def queued_bytes(self) -> int:
-        return self._queue.used.bytes
-
     def conditions(self) -> Iterator[Condition]:
         if self.trouble:
             yield Condition(f"dead letters: {self.trouble}")
 
     def samples(self) -> Iterator[Sample]:
-        yield "queued_bytes", ("", "dead letters"), self.queued_bytes
+        yield "queued_bytes", ("", "dead letters"), self._queue.used.bytes
         yield from each("dead_letters", (), dict.fromkeys(CODE_NAMES, 0) | self.by_code)
         yield "dead_letters_lost", (), self.lost
         yield "dead_letters_limited", (), self.limited

@@ -15,6 +15,7 @@ from storage.runtime import REAL, Runtime
 from streamer.letters import dead_letter
 from streamer.letters.dead_letter import DeadLetters, LetterStore
 from uprotocol import uri as uris
+from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter
 from uprotocol.encoded import EncodedMessage, Stamp
 from uprotocol.message import UMessageBuilder, UPayload
@@ -25,6 +26,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 TOPIC = uris.parse("//vehicle1/8001/1/8001")
+DISK_BYTES_MAX = 128 << 20  # of all files of the store: its bounds and the overhead of SQLite
 TOLD = "a message became a dead letter"
 
 
@@ -90,7 +92,7 @@ async def test_what_the_rules_deny_does_not_leave_as_a_dead_letter_either(tmp_pa
 
 async def test_there_is_no_dead_letter_of_a_dead_letter(tmp_path: Path) -> None:
     desk = Desk(tmp_path / "letters.db")
-    letter = UMessageBuilder.publish(dead_letter.topic("vehicle1")).build()
+    letter = UMessageBuilder.publish(ids.at("vehicle1", ids.DEAD_LETTERS)).build()
     desk.letters.add(letter, UCode.UNAVAILABLE, "away", "cloud")
     assert (desk.letters.total, desk.letters.lost) == (1, 1)
     await desk.letters.close()
@@ -427,13 +429,13 @@ def test_the_files_of_the_store_are_bounded_also_while_somebody_reads_them(tmp_p
             store.write([large_row(number)])
         except sqlite3.OperationalError as error:
             refused += "has been reading" in str(error)
-        assert disk_bytes(path) <= dead_letter.DISK_BYTES_MAX
+        assert disk_bytes(path) <= DISK_BYTES_MAX
     assert refused > 10
     reader.execute("commit")
     reader.close()
     for number in range(30):
         store.write([large_row(number)] * 2)
-        assert disk_bytes(path) <= dead_letter.DISK_BYTES_MAX
+        assert disk_bytes(path) <= DISK_BYTES_MAX
     assert len(store.read()) == dead_letter.STORED_BYTES_MAX // (4 << 20) - 1
     store.close()
 

@@ -25,6 +25,7 @@ from tests.streamer.conftest import THREE, World
 from transports.base import NOT_TRIED
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.core.ustreamer import ids
 from uprotocol.message import UMessageBuilder
 from uprotocol.status import OK, UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -99,7 +100,7 @@ async def test_a_message_that_a_broker_refused_arrives_once_its_rules_are_mended
         await world.node(*one) for one in (("vehicle", "vehicle1"), ("cloud", "cloud"), ("mcu", "mcu1"))
     ]
     heard, elsewhere = await world.hear(cloud, SPEED), await world.hear(mcu, SPEED)
-    announced = await world.hear(vehicle, dead_letter.topic("vehicle1"))
+    announced = await world.hear(vehicle, ids.at("vehicle1", ids.DEAD_LETTERS))
     world.networks["cloud"].refuse(uris.format(SPEED))
     await vehicle.send(publish(SPEED, "lost"))
     await vehicle.send(publish(SPEED, "lost, too"))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from streamer.letters import dead_letter
 from uprotocol import uri as uris
+from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.pacing import Backoff
@@ -68,7 +69,7 @@ async def test_an_entity_elsewhere_subscribes_to_the_dead_letter_topic(make_worl
     """Not by listening on the gateway's own network only: like to any topic, and until it unsubscribes."""
     world = await make_world(subscriptions=TO_MCU)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
-    letters = dead_letter.topic("vehicle1")
+    letters = ids.at("vehicle1", ids.DEAD_LETTERS)
     heard, published = await world.hear(cloud, letters), await world.hear(vehicle, letters)
     world.assembly.endpoints["mcu"].transport.disconnect()
 
@@ -182,7 +183,7 @@ async def test_what_is_refused_for_good_is_never_sent_again(
 ) -> None:
     world = await make_world(subscriptions=TO_CLOUD)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
-    heard, letters = await world.hear(cloud, SPEED), await world.hear(vehicle, dead_letter.topic("vehicle1"))
+    heard, letters = await world.hear(cloud, SPEED), await world.hear(vehicle, ids.at("vehicle1", ids.DEAD_LETTERS))
     picky = Picky(world.assembly.endpoints["cloud"].transport, monkeypatch, {b"bad": [code, UCode.OK]})
     await vehicle.send_batch([publish(SPEED, "bad"), publish(SPEED, "good")])
     await heard.expect(1)

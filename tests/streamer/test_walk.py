@@ -18,6 +18,7 @@ from streamer.operating import metrics
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication import CallOptions, InMemoryRpcClient, InMemoryRpcServer
+from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter, PollRequest
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
@@ -348,7 +349,7 @@ async def test_what_expires_on_the_way_is_a_dead_letter(
 ) -> None:
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle = await world.node("vehicle", "vehicle1")
-    heard = await world.hear(vehicle, dead_letter.topic("vehicle1"))
+    heard = await world.hear(vehicle, ids.at("vehicle1", ids.DEAD_LETTERS))
     world.assembly.endpoints["cloud"].transport.disconnect()
     doomed = publish(SPEED, "doomed", ttl=100)
     await vehicle.send(doomed)
