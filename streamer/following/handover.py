@@ -70,10 +70,10 @@ class HandOvers(Reporter):
         self._pumps: dict[str, list[Pump]] = {}
         self._logs, self._paused, self._announce = logs, paused, announce
         self._on_unknown = on_unknown
-        paused.before_pause(self._check_pause)
+        paused.check = self._check_pause
         self._turn = asyncio.Lock()
         self.refusals: dict[str, str] = {}  # why the last request for an endpoint was refused
-        self._taken: set[str] = set()  # endpoints whose publishes are followed
+        self.followed = set[str]()  # endpoints to which no publishes are pushed
         self.absent_ms_max = absent_ms_max
         self._silent_ms: dict[str, float] = {}  # how long these followers have been silent, and ...
         self._saved_ms: dict[str, float] = {}  # ... how much of that is on disk
@@ -91,7 +91,7 @@ class HandOvers(Reporter):
 
     def remove_endpoint(self, name: str) -> None:
         """Remove an endpoint. Its cursors stay in the logs for an endpoint of the same name."""
-        self._taken.discard(name)
+        self.followed.discard(name)
         self._without_others.clear()
         for by_name in (self._endpoints, self._pumps, self._followed_by, self.refusals):
             by_name.pop(name, None)
@@ -99,16 +99,11 @@ class HandOvers(Reporter):
             times.pop(name, None)
 
     def __repr__(self) -> str:
-        return f"HandOvers({self._followed_by.keys() - self._taken} push, {self._taken} are followed)"
-
-    @property
-    def followed(self) -> frozenset[str]:
-        """Returns the endpoints to which no publishes are pushed."""
-        return frozenset(self._taken)
+        return f"HandOvers({self._followed_by.keys() - self.followed} push, {self.followed} are followed)"
 
     def backlog(self) -> Iterator[tuple[str, Log, int]]:
         """Yields endpoint, log, and the number of records that the follower has not acknowledged."""
-        for name in self._taken:
+        for name in self.followed:
             for source in self._logs:
                 if (seq := source.cursors.seq(row("followed", name))) is not None:
                     yield name, source, source.newest_seq - seq
@@ -130,7 +125,7 @@ class HandOvers(Reporter):
         if not held:
             return
         if name in self._followed_by:
-            self._taken.add(name)
+            self.followed.add(name)
             self._silent_ms[name] = self._saved_ms[name] = held[0].absent_ms
         else:
             log.warning("an endpoint names no follower any more: publishes are pushed again", endpoint=name)
@@ -156,7 +151,7 @@ class HandOvers(Reporter):
             self._save(name)
 
     def _passed(self, ms: float) -> None:
-        for name in self._taken:
+        for name in self.followed:
             self._silent_ms[name] = self._silent_ms.get(name, 0) + ms
             if self._silent_ms[name] - self._saved_ms.get(name, 0) >= SAVE_MS:
                 self._save(name)
@@ -168,12 +163,12 @@ class HandOvers(Reporter):
                 self._hold(name, pump.log, seq)
 
     def _check_pause(self, peer: Endpoint) -> None:
-        if peer.name in self._taken:
+        if peer.name in self.followed:
             what = f"{uris.format(self._followed_by[peer.name])} follows, so nothing is pushed there that could be held"
             raise UStatusError(UCode.FAILED_PRECONDITION, f"{what}: pause there, or have it stop following")
 
     def conditions(self) -> Iterator[Condition]:
-        for name in self._taken:
+        for name in self.followed:
             if pauses := self._paused.toward(self._endpoints[name]):
                 what = f"the pause of {pauses[0].topic} holds no publish back, for they are followed"
                 yield Condition(f"{what}; resume it", name)
@@ -222,7 +217,7 @@ class HandOvers(Reporter):
 
     async def _take(self, name: str, read: Mapping[bytes, int], *, takes_held: bool) -> list[Position]:
         """`read`: the positions from which the follower reads on, by log."""
-        if name not in self._taken and (pauses := self._paused.toward(self._endpoints[name])):
+        if name not in self.followed and (pauses := self._paused.toward(self._endpoints[name])):
             what = f"{pauses[0].topic} is paused toward {pauses[0].peer!r}: nothing can be handed over before that ends"
             raise UStatusError(UCode.UNAVAILABLE, what)
         if not takes_held and any(pump.waits.has_publishes for pump in self._pumps[name]):
@@ -240,8 +235,8 @@ class HandOvers(Reporter):
             if pump.log.cursors.seq(row) is None:
                 self._forget_follower(name, pump.log)
                 pump.log.cursors.set(row, 0)
-        if name not in self._taken:
-            self._taken.add(name)
+        if name not in self.followed:
+            self.followed.add(name)
             log.info("publishes are not pushed any more, but followed", endpoint=name, _kind="pushing")
         return [self._position(name, pump) for pump in self._pumps[name]]
 
@@ -309,15 +304,15 @@ class HandOvers(Reporter):
             pump.log.cursors.drop(row("followed", name))
             self._forget_follower(name, pump.log)
             ended.append(Position(incarnation=pump.log.incarnation, seq=seq))
-        if name in self._taken:
-            self._taken.discard(name)
+        if name in self.followed:
+            self.followed.discard(name)
             log.info("publishes are pushed again", endpoint=name, _kind="pushing")
         return ended
 
     def acknowledged(self, caller: UUri, positions: Mapping[bytes, int]) -> None:
         """Note that the caller has stored all records up to here. Ignored if it follows for no endpoint."""
         self._look_for_others(caller, positions)
-        for name in self._taken:
+        for name in self.followed:
             if not _is_same(self._followed_by[name], caller):
                 continue
             self._heard(name)
@@ -360,7 +355,7 @@ class HandOvers(Reporter):
         time = asyncio.get_running_loop().time
         while True:
             for name, service in list(self._followed_by.items()):
-                endpoint, every = self._endpoints.get(name), ANNOUNCE_TAKEN_S if name in self._taken else ANNOUNCE_S
+                endpoint, every = self._endpoints.get(name), ANNOUNCE_TAKEN_S if name in self.followed else ANNOUNCE_S
                 if endpoint is None or not endpoint.connected:
                     continue
                 if time() - announced.get(name, -every) >= every:

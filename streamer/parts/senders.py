@@ -60,4 +60,4 @@ class SenderPart(Part):
         return {"vehicles": [account.as_dict(self.assembly.topics_of(account.authority)) for account in accounts]}
 
     def change(self, old: Config, new: Config, checked: Any) -> None:
-        self.assembly.ledger.limit(new.limits.authority_messages_per_s)
+        self.assembly.ledger.units_per_s = new.limits.authority_messages_per_s

@@ -153,7 +153,7 @@ class AuthorityLedger:
         assert accounts_max > 1, "an account makes room for another one"
         self._accounts_max, self._is_named = accounts_max, is_named
         self._now, self._now_ms = now, now_ms
-        self.limit(units_per_s)
+        self.units_per_s = units_per_s  # that an authority may send which only a pattern names
         self._accounts: dict[tuple[str, str], Account] = {}  # per endpoint: a false name uses no foreign quota
         self.pressure = pressure
         self._next = 0  # start of the next slice
@@ -164,10 +164,6 @@ class AuthorityLedger:
         self.on_new: Callable[[str, str], None] = lambda authority, endpoint: None
         self._evicted_callbacks: list[Callable[[], None]] = []
         self._turn_callbacks: list[Callable[[], None]] = []
-
-    def limit(self, units_per_s: int) -> None:
-        """Change what an authority that only a pattern names may send, in units."""
-        self._units_per_s = units_per_s
 
     def __len__(self) -> int:
         return len(self._accounts)
@@ -205,7 +201,7 @@ class AuthorityLedger:
 
     def _new_account(self, authority: str, endpoint: str, is_limited: bool, now: float) -> Account:
         passing, kept = (
-            AuthorityQuota(burst_s, int(self._units_per_s * burst_s) if is_limited else UNLIMITED, now)
+            AuthorityQuota(burst_s, int(self.units_per_s * burst_s) if is_limited else UNLIMITED, now)
             for burst_s in (BURST_S, BACKLOG_S)
         )
         return Account(authority, endpoint, passing, kept, is_limited, now)
@@ -235,7 +231,7 @@ class AuthorityLedger:
         now = self._now()
         if self._refill(quota, now) >= 0:
             return False
-        quota.left = max(quota.left, -1 - self._units_per_s)  # so that a large excess does not block it for minutes
+        quota.left = max(quota.left, -1 - self.units_per_s)  # so that a large excess does not block it for minutes
         if not self.pressure.is_on(now) and now >= quota.held_until:
             return False
         quota.held_until = now + RELAXED_S  # dropping relieves the thread, which must not readmit the flood
@@ -243,7 +239,7 @@ class AuthorityLedger:
         if now - account.reported_at >= REPORTED_S or account.dropped == 1:
             account.reported_at = now
             whose = {"endpoint": account.endpoint, "authority": account.authority, "dropped": account.dropped}
-            log.warning("dropped: an authority sends more than its quota", **whose, quota_per_s=self._units_per_s)
+            log.warning("dropped: an authority sends more than its quota", **whose, quota_per_s=self.units_per_s)
         return True
 
     def drop(self, account: Account, messages: int = 1) -> None:
@@ -253,8 +249,8 @@ class AuthorityLedger:
             self._settle(account)
 
     def _refill(self, quota: AuthorityQuota, now: float) -> int:
-        burst = int(self._units_per_s * quota.burst_s)
-        quota.left = min(burst, quota.left + int((now - quota.refilled) * self._units_per_s))
+        burst = int(self.units_per_s * quota.burst_s)
+        quota.left = min(burst, quota.left + int((now - quota.refilled) * self.units_per_s))
         quota.refilled = now
         return quota.left
 
@@ -265,7 +261,7 @@ class AuthorityLedger:
         if messages:
             self.drop(account, messages)
             quota.held_until = now + RELAXED_S
-        return self._refill(quota, now) >= int(self._units_per_s * TURN_S)
+        return self._refill(quota, now) >= int(self.units_per_s * TURN_S)
 
     # Rates
 
@@ -345,7 +341,7 @@ class AuthorityLedger:
         ]
         over = heapq.nlargest(5, late, key=lambda account: account.dropped)
         return [
-            f"authority {one.authority} on endpoint {one.endpoint} sends more than {self._units_per_s} messages (or "
+            f"authority {one.authority} on endpoint {one.endpoint} sends more than {self.units_per_s} messages (or "
             "KiB) a second while "
             f"the streamer is behind: {one.dropped} were dropped; see limits.authority_messages_per_s"
             for one in over

@@ -125,7 +125,8 @@ class Paused(Reporter):
         self._patterns: dict[Pause, UUri] = {}
         self._turn = asyncio.Lock()  # changes are made one after the other
         self._callbacks: list[Callable[[], None]] = []
-        self._checks: list[Callable[[Endpoint], None]] = []
+        # set by the owner: raises UStatusError if nothing may be paused toward that endpoint
+        self.check: Callable[[Endpoint], None] = lambda peer: None
         self.version = 0
         self.trouble = ""  # why the pauses could not be loaded
 
@@ -162,10 +163,6 @@ class Paused(Reporter):
     def on_change(self, callback: Callable[[], None]) -> Remove:
         """Call `callback` after each change. Returns a function that removes the callback."""
         return callbacks.add(self._callbacks, callback)
-
-    def before_pause(self, check: Callable[[Endpoint], None]) -> None:
-        """Set a check: `check(peer)` raises UStatusError if nothing may be paused toward that endpoint."""
-        self._checks.append(check)
 
     def toward(self, peer: Endpoint) -> list[Pause]:
         """Returns the pauses that may hold back messages to this endpoint."""
@@ -210,8 +207,7 @@ class Paused(Reporter):
         if origin and origin not in (known := [endpoint.name for endpoint in self._endpoints]):
             raise unknown_peer(origin, known)
         async with self._turn:
-            for check in self._checks:
-                check(endpoint)
+            self.check(endpoint)
             await self._change(added(self, pattern, peer, origin))
 
     async def resume(self, topic: UUri, peer: str, origin: str = "") -> int:

@@ -383,7 +383,7 @@ SECTIONS: dict[str, dict[str, Effect | str]] = {
     "limits": {
         "memory_mib": RESTART,
         "message_bytes_max": RESTART,
-        "authority_messages_per_s": (7, lambda one: one.assembly.ledger._units_per_s == 7),
+        "authority_messages_per_s": (7, lambda one: one.assembly.ledger.units_per_s == 7),
     },
     "tracing": {
         "otlp": ("http://127.0.0.1:9", lambda one: one.config.tracing.otlp == "http://127.0.0.1:9"),  # test_tracing.py
