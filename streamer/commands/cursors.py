@@ -33,8 +33,7 @@ from streamer.commands.letters import moment_ms
 from streamer.commands.options import AsJson, DataDir, endpoints
 from streamer.egress import claims, skipping
 from streamer.egress.claims import Listed
-from streamer.egress.positions import EndpointPositions
-from streamer.egress.rows import HOLDER, endpoints_of, parsed, row, units_of
+from streamer.egress.rows import HOLDER, EndpointPositions, endpoints_of, parsed, row, units_of
 from streamer.operating import control
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid

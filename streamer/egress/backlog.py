@@ -20,10 +20,9 @@ from streamer.egress.address_holds import AddressHolds
 from streamer.egress.in_hand import InHand, loop_time
 from streamer.egress.losses import PeerLosses
 from streamer.egress.plans import SKIP, Plans, items_of
-from streamer.egress.positions import EndpointPositions, lowest
 from streamer.egress.reading_back import ReadingBack
 from streamer.egress.refusals import Refusals
-from streamer.egress.rows import OwnedCursor, row, units_of
+from streamer.egress.rows import EndpointPositions, OwnedCursor, lowest, row, units_of
 from streamer.egress.topic_holds import OwedTopics, TopicHolds
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.paused import Pause, Paused

@@ -23,9 +23,8 @@ from history.file.load import Cursor
 from history.log.log import Log
 from history.records.chunk import is_publish
 from streamer.egress import skipping
-from streamer.egress.positions import EndpointPositions
 from streamer.egress.pump import Pump
-from streamer.egress.rows import WAITING, endpoints_of, parsed, row
+from streamer.egress.rows import WAITING, EndpointPositions, endpoints_of, parsed, row
 from streamer.reporting import Condition, Reporter, Sample
 from streamer.walk.endpoint import Endpoint
 from uprotocol.status import UStatusError

@@ -38,13 +38,7 @@ from streamer.walk.view import match
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer import ids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
-    Beginning,
-    FollowedPlaces,
-    Gap,
-    HandOver,
-    PollRequest,
-)
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Beginning, FollowedPlaces, Gap, HandOver, PollRequest
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder
 from uprotocol.status import UStatusError

@@ -26,11 +26,7 @@ from streamer.walk.hosted import HostedTransport
 from streamer.walk.ingress import PUBLISHERS, OnPlainCopy
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
-    Announcement,
-    FollowedPlaces,
-    Gap,
-)
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Announcement, FollowedPlaces, Gap
 from uprotocol.core.usubscription.wire import Entry, to_uri
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UPayload

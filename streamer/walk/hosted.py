@@ -27,14 +27,7 @@ from uprotocol.callbacks import Remove
 from uprotocol.communication.rpc_server import Unserved
 from uprotocol.encoded import EncodedMessage
 from uprotocol.status import OK, UStatusError
-from uprotocol.transport import (
-    Capability,
-    ConnectionCallback,
-    EncodedListener,
-    UBatchListener,
-    UListener,
-    UTransport,
-)
+from uprotocol.transport import Capability, ConnectionCallback, EncodedListener, UBatchListener, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
