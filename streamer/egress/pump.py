@@ -33,14 +33,14 @@ from streamer.walk.endpoint import Endpoint
 from streamer.walk.flow import ACTIVE_S, LAG_RECORDS_MAX, LAG_SHARE_MAX, Flow
 from streamer.walk.ledger import units_of
 from streamer.walk.paused import Pause, Paused
-from streamer.walk.sender import LAND_S, Landed, OrderKey, QueuedRecord, Sender, key_of
+from streamer.walk.sender import LAND_S, OrderKey, QueuedRecord, Sender, key_of
 from streamer.walk.view import Version, View
 from transports.base import NOT_TRIED
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.pacing import Backoff, Pace
-from uprotocol.status import UStatusError, code_name, settle
+from uprotocol.status import Settled, UStatusError, code_name
 from usubscription_client.interest import Topics
 
 # read ahead: as many as the slowest broker measured takes in two seconds; more would only hide a stall
@@ -192,7 +192,7 @@ class Pump:
         if sender.is_held:  # a paused topic waits from the first record that has not left
             await sender.answered()
         landed = sender.landed()
-        if landed.items:  # 1: answers, before anything is read: what has failed goes back into the window
+        if landed is not None:  # 1: answers, before anything is read: what has failed goes back into the window
             self._settle(landed)
             if sender.is_failing:
                 await self._backoff.wait(CONNECTED_WAIT_MS_MAX if self.peer.connected else None)
@@ -301,12 +301,11 @@ class Pump:
         if not await sender.send(batch, min([seq for seq, _, _ in batch]), is_trial=bool(aside)):
             aside.put_back(batch)
 
-    def _settle(self, landed: Landed[QueuedRecord]) -> None:
+    def _settle(self, landed: Settled[QueuedRecord] | None) -> None:
         """Note messages that were taken as delivered. Send the others again, hold them, or make them dead letters."""
-        if not landed.items:
+        if landed is None:
             return
-        sender = self.sender
-        settled = self.waits.settle(settle(*landed))
+        sender, settled = self.sender, self.waits.settle(landed)
         self.peer.forwarded += len(settled.sent)
         for stream, count in Counter([item[2] for item in settled.sent]).items():
             self.peer.forwarded_from[self.waits.plans.origin(stream)] += count

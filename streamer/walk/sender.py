@@ -48,7 +48,7 @@ from uprotocol.core.ustreamer import ids
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import error_response
 from uprotocol.pacing import Backoff, Pace
-from uprotocol.status import OK, RETRYABLE, code_name, is_nobody_listening, settle
+from uprotocol.status import OK, RETRYABLE, Settled, code_name, is_nobody_listening, settle
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -157,16 +157,9 @@ class Flight(NamedTuple, Generic[T]):
     answer: asyncio.Future[Statuses]
 
 
-class Landed(NamedTuple, Generic[T]):
-    """Batches that were answered."""
-
-    items: list[T]
-    statuses: Statuses  # one for each
-
-
 class Sender(Generic[T]):
     """Sends batches of `queue` to one peer. Items are tuples with the message in the middle. Its owner takes the
-    batches, and settles what `landed` returns.
+    batches, and what `landed` returns.
 
     Its state: `queue`, the batch that waits for the pace (`waiting`), the batches in flight (`flights`), and what the
     last answers mean for the next batch (`have_failed`, `is_failing`, `is_held`, `_next_at`).
@@ -249,23 +242,25 @@ class Sender(Generic[T]):
             self.have_failed = True
         self.wake.set()
 
-    def landed(self) -> Landed[T]:
-        """Returns the batches that were answered, up to the first one that was not; after a failure none until all in
-        flight are answered."""
-        landed: Landed[T] = Landed([], [])
+    def landed(self) -> Settled[T] | None:
+        """Returns the result of the batches that were answered, up to the first one that was not; after a failure of
+        all in flight together. None: there are none yet."""
+        landed, statuses = list[T](), list[UStatus]()
         if self.have_failed and not all(flight.answer.done() for flight in self.flights):
-            return landed
+            return None
         while self.flights and self.flights[0].answer.done():
             items, octets, _, answer = self.flights.popleft()
             self.ended += 1
             self._messages -= len(items)
             self._bytes -= octets
-            landed.items.extend(items)
-            landed.statuses.extend(answer.result())
+            landed.extend(items)
+            statuses.extend(answer.result())
         self.have_failed = self.have_failed and bool(self.flights)
-        if landed.items and self.peer.spans is not None:
-            self.peer.spans.answered(self.peer.name, [item[1] for item in landed.items], landed.statuses)
-        return landed
+        if not landed:
+            return None
+        if self.peer.spans is not None:
+            self.peer.spans.answered(self.peer.name, [item[1] for item in landed], statuses)
+        return settle(landed, statuses)
 
     async def answered(self, timeout_s: float | None = None) -> None:
         """Wait until every batch in flight is answered, `timeout_s` at most."""
@@ -482,8 +477,8 @@ class ExpressQueue:
             while True:
                 sender.wake.clear()
                 landed, leaves_at = sender.landed(), sender.leaves_at()
-                if landed.items:
-                    self._settle(*landed)
+                if landed is not None:
+                    self._settle(landed)
                     if sender.is_failing:
                         await self._backoff.wait(self._soonest_expiry_ms())
                 elif leaves_at is None or leaves_at > asyncio.get_running_loop().time():
@@ -496,8 +491,8 @@ class ExpressQueue:
             try:
                 await sender.answered(LAND_S)
             finally:
-                if (landed := sender.landed()).items:
-                    self._settle(*landed)
+                if (landed := sender.landed()) is not None:
+                    self._settle(landed)
                 sender.take_back()
 
     def _next_batch(self) -> list[ExpressMessage]:
@@ -514,9 +509,9 @@ class ExpressQueue:
                 batch.append(entry)
         return batch
 
-    def _settle(self, batch: list[ExpressMessage], statuses: list[UStatus]) -> None:
+    def _settle(self, landed: Settled[ExpressMessage]) -> None:
         """Remove messages that were taken; the others go back to the queue, or fail."""
-        sent, again, refused = settle(batch, statuses)
+        sent, again, refused = landed
         unheard = [(entry, status) for entry, status in again if is_nobody_listening(status)]
         if unheard:
             refused += self._try_again_soon(unheard)

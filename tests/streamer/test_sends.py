@@ -151,8 +151,12 @@ async def test_what_has_not_left_when_a_batch_fails_stays_behind_it() -> None:
     transport.fail.set()  # the first one is answered before the task of the second has begun
     await sender.send([two])
     await sender.answered()
-    items, statuses = sender.landed()
-    assert (items, codes(statuses)) == ([one, two], {UCode.UNAVAILABLE})
+    landed = sender.landed()
+    assert landed is not None
+    assert [(item, status.code) for item, status in landed.again] == [
+        (one, UCode.UNAVAILABLE),
+        (two, UCode.UNAVAILABLE),
+    ]
     assert transport.begun == [b"1"]
 
 
