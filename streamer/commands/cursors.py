@@ -163,12 +163,11 @@ def asked(path: Path) -> list[Listed]:
 def listed(path: Path) -> list[Listed]:
     """Returns the list in the file. Raises UStatusError (INVALID_ARGUMENT: no log; FAILED_PRECONDITION: unreadable)."""
     rows, newest, oldest = _rows(path)
-    found = {name: Cursor(seq, lease, bool(holds), *rest) for name, seq, lease, holds, *rest in rows}
-    seqs = {name: one.seq for name, one in found.items()}
+    seqs = {name: one.seq for name, one in rows.items()}
     waiting = {
         name: _waiting(path, EndpointPositions.of(seqs, name), newest, oldest) for name in endpoints_of(seqs, "egress")
     }
-    return claims.listed(found, waiting)
+    return claims.listed(rows, waiting)
 
 
 def _waiting(path: Path, positions: EndpointPositions, newest: int, oldest: int) -> int:
@@ -190,27 +189,25 @@ def _waiting(path: Path, positions: EndpointPositions, newest: int, oldest: int)
 def consuming(path: Path) -> list[Consumer]:
     """Returns all consumers in the file. Raises as `listed`."""
     rows, newest, oldest = _rows(path)
-    whose = {one.consumer: one for one in (owner_of(name) for name, *_ in rows) if one is not None}
+    whose = {one.consumer: one for one in map(owner_of, rows) if one is not None}
     cursors = {
-        name.removeprefix(CONSUMER_PREFIX): (seq, lease)
-        for name, seq, lease, *_ in rows
-        if name.startswith(CONSUMER_PREFIX)
+        name.removeprefix(CONSUMER_PREFIX): one for name, one in rows.items() if name.startswith(CONSUMER_PREFIX)
     }
     found = []
     for name in sorted(whose.keys() | cursors):
-        seq, lease_until_ms = cursors.get(name, (0, None))
-        waits = max(0, newest - max(seq, oldest - 1)) if name in cursors else 0
-        lease_s = max(0, int((lease_until_ms or 0) / 1000 - time.time()))
+        cursor = cursors.get(name, Cursor(0))
+        waits = max(0, newest - max(cursor.seq, oldest - 1)) if name in cursors else 0
+        lease_s = max(0, int((cursor.lease_until_ms or 0) / 1000 - time.time()))
         owner, holder = (str(whose[name].owner), whose[name].holder) if name in whose else ("", "")
-        found.append(Consumer(name, owner, holder if lease_s else "", seq, waits, lease_s))
+        found.append(Consumer(name, owner, holder if lease_s else "", cursor.seq, waits, lease_s))
     return found
 
 
-def _rows(path: Path) -> tuple[list[Any], int, int]:
+def _rows(path: Path) -> tuple[dict[str, Cursor], int, int]:
     """Returns all cursors and the seqs of the newest and the oldest record. Raises as `listed`."""
     _require_log(path)
     with _looked_into(path) as db:
-        rows = list(CURSOR.read(db, []))
+        rows = {name: Cursor(seq, lease, bool(holds), *rest) for name, seq, lease, holds, *rest in CURSOR.read(db, [])}
         newest, oldest = db.execute("SELECT max(first_seq + records - 1), min(first_seq) FROM chunk").fetchone()
     return rows, newest or 0, oldest or 1
 
