@@ -168,7 +168,6 @@ class AddressHolds(dict[str, AddressHold]):
         return hold
 
     def load(self) -> None:
-        """Load the holds from when the log was closed."""
         now = self._time()
         for rest, cursor in units_of(self._log.cursors.all(), "held", self._peer).items():
             kind: Kind = "unheard" if rest[:1] == "u" else "refused"
@@ -341,7 +340,6 @@ class AddressHolds(dict[str, AddressHold]):
             self._save(hold)
 
     def wait_behind(self, hold: AddressHold, item: QueuedRecord) -> None:
-        """Have `item` wait in `hold`."""
         self.passed(hold, item[0], item[2])
         hold.streams.add(item[2])
         self._on_change((item[2],))
@@ -394,7 +392,6 @@ class AddressHolds(dict[str, AddressHold]):
         self._apply(hold, HoldEvent.NEWS)
 
     def try_all(self, kind: Kind | None = None) -> None:
-        """Try all holds at once, or those of one kind."""
         for hold in self.values():
             if kind is None or hold.kind == kind:
                 self.try_now(hold)

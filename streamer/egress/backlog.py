@@ -354,6 +354,5 @@ class Backlog:
         return self._in_hand.streams.union(under_way, self.topics, self.owed, wanted, targets)
 
     def forget(self, streams: frozenset[int]) -> None:
-        """Forget streams that the log has forgotten."""
         self.plans.forget(streams)
         self._refusals.heard.difference_update(streams)

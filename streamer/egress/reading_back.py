@@ -63,7 +63,6 @@ class ReadingBack:
 
     @property
     def is_under_way(self) -> bool:
-        """True while something is being read back."""
         return bool(self.targets or self._addresses)
 
     @property

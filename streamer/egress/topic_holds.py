@@ -97,7 +97,6 @@ class TopicHolds(dict[int, TopicHold]):
         self._on_change((stream,))
 
     def wait(self, ms: int) -> None:
-        """Note that `ms` have passed."""
         self._ran_ms += ms
         for stream, hold in self.items():
             if self._ran_ms - hold.saved_at >= NOTE_S * 1_000:

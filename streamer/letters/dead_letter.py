@@ -121,8 +121,6 @@ Refusal = tuple[int, int, str]
 
 
 class Stock(NamedTuple):
-    """What a store has."""
-
     letters: int = 0
     newest: int = 0  # number
     oldest_ms: int | None = None  # time of the letter with the least number

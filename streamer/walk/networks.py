@@ -285,7 +285,6 @@ class Networks(Reporter):
         self.listen_soon()
 
     async def services_changed(self) -> None:
-        """Listen for the services inside, which have changed."""
         for network in self._networks.values():
             network.filters.services_changed()
         await self.listen()
@@ -344,7 +343,6 @@ class Networks(Reporter):
             log.info("a subscription is answered though a network is away: it counts there from when that is back")
 
     def stop_waiting(self) -> None:
-        """Stop waiting for networks."""
         self._stopping = True
         self._back.set()
 

@@ -138,7 +138,6 @@ class PriorityQueue(Generic[T]):
         return batch
 
     def take_out(self, which: Callable[[T], bool]) -> list[T]:
-        """Remove and return the items for which `which` is true."""
         taken = [item for item in self if which(item)]
         if taken:
             out = set(map(id, taken))
@@ -149,8 +148,6 @@ class PriorityQueue(Generic[T]):
 
 
 class Flight(NamedTuple, Generic[T]):
-    """A batch in flight."""
-
     items: list[T]
     bytes: int  # of payload
     oldest_seq: int
