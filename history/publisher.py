@@ -33,6 +33,7 @@ from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Announcement, ProgressRequest
 from uprotocol.encoded import decoded
 from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.pacing import wait_within
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
@@ -223,9 +224,7 @@ class HistoryPublisher(Publisher):
             (status,) = await _send_batch(self._transport, [message])
             self.counts["announced"] += not status.code
             pause_s = self._announce_s * self._runtime.rng.uniform(1 - ANNOUNCE_JITTER, 1 + ANNOUNCE_JITTER)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self._announcement_due.wait()
+            await wait_within(self._announcement_due, pause_s)
 
 
 class _Copies:

@@ -22,6 +22,7 @@ from spark_ingest.offsets import Offset
 from spark_ingest.polls import HistoryPolls
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
+from uprotocol.pacing import wait_within
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
@@ -129,9 +130,7 @@ class Fleet:
             if left_s <= 0:
                 break
             self.run.news.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    await self.run.news.wait()
+            await wait_within(self.run.news, left_s)
         if must_answer and not has_answer:
             which = ", ".join(self.run.options.named or self.run.options.authorities)
             errors = "; ".join(member.error.message for member in members if member.error is not None)

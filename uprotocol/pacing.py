@@ -1,4 +1,4 @@
-"""Backoff: pauses after failures. Pace: a rate limit. Every package uses these two.
+"""Backoff: pauses after failures. Pace: a rate limit. Waits for an event that end in time. Every package uses these.
 
 Exponential back-off with full jitter (Brooker, "Exponential Backoff And Jitter"); a pause can be ended early.
 """
@@ -6,10 +6,23 @@ Exponential back-off with full jitter (Brooker, "Exponential Backoff And Jitter"
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import random
 from collections.abc import Callable
+
+
+async def wait_until(event: asyncio.Event, at: float | None) -> bool:
+    """Wait until `event` is set, but not beyond this loop time. Returns whether it was set by then."""
+    try:
+        async with asyncio.timeout_at(at):
+            return await event.wait()
+    except TimeoutError:
+        return False
+
+
+async def wait_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait until `event` is set, `seconds` at most. Returns whether it was set by then."""
+    return await wait_until(event, asyncio.get_running_loop().time() + seconds)
 
 
 class Backoff:
@@ -53,9 +66,7 @@ class Backoff:
         if at_most_ms is not None:
             pause_ms = min(pause_ms, at_most_ms)
         self._woken.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause_ms / 1000):
-                await self._woken.wait()
+        await wait_within(self._woken, pause_ms / 1000)
 
 
 class Pace:

@@ -34,7 +34,7 @@ from storage.disk import REAL_DISK, Disk
 from storage.saved import SavedFile
 from uprotocol.core.usubscription.asking import CommandQueue, end
 from uprotocol.core.usubscription.wire import CODECS, StoreSaid
-from uprotocol.pacing import Backoff
+from uprotocol.pacing import Backoff, wait_within
 from uprotocol.status import FINAL, UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.state import Key, Lost, Notified, Orphaned, RemoteLink, Status
@@ -245,9 +245,7 @@ class Auditor:
                 self.submit(StoreKnown())
                 notify_until = loop.time() + AT_ONCE_MAX_MS / 1000  # the store may be unable to write now
             wait_s = max(min(next_all, notify_until if self.is_new else next_all) - loop.time(), 0)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(wait_s, SUSPECTS_MS / 1000) if self._suspects else wait_s):
-                    await self._wake.wait()
+            await wait_within(self._wake, min(wait_s, SUSPECTS_MS / 1000) if self._suspects else wait_s)
             self._wake.clear()
             is_full = self._is_full_round or loop.time() >= next_all
             if is_full:
@@ -525,9 +523,7 @@ class Partners:
     async def _save(self) -> None:
         loop = asyncio.get_running_loop()
         if (early_s := self._saved_at + PARTNERS_SAVE_MS / 1000 - loop.time()) > 0:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(early_s):
-                    await self._is_closing.wait()
+            await wait_within(self._is_closing, early_s)
         changes = self._changes
         try:
             await asyncio.to_thread(self._file.save, [self._entry(partner) for partner in self.known])

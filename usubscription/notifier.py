@@ -27,7 +27,7 @@ from uprotocol.attributes import NOTIFICATION, PUBLISH
 from uprotocol.core.usubscription.asking import CommandQueue, end
 from uprotocol.core.usubscription.wire import CODECS, V3_CODEC, fill_uri, service
 from uprotocol.message import PROTOBUF
-from uprotocol.pacing import Backoff
+from uprotocol.pacing import Backoff, wait_until, wait_within
 from uprotocol.status import FINAL, OK, RETRYABLE, UStatusError, code_name
 from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPriority
@@ -99,9 +99,7 @@ class ResponseTracker:
         loop = asyncio.get_running_loop()
         while waiting := [at for one in requests if (at := self._expected.get(one, 0.0)) > loop.time()]:
             self._news.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(max(waiting)):
-                    await self._news.wait()
+            await wait_until(self._news, max(waiting))
 
 
 class Delivery(NamedTuple):
@@ -353,9 +351,7 @@ class ChangeNotifier:
                 if is_soon and len(self._waiting) < CHANGES_BATCH_MAX:
                     await asyncio.sleep(NOTIFIER_GATHER_MS / 1000)
                 if not self._responses.lull.is_set():
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(ANSWERS_FIRST_MS / 1000):
-                            await self._responses.lull.wait()
+                    await wait_within(self._responses.lull, ANSWERS_FIRST_MS / 1000)
                 batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), CHANGES_BATCH_MAX))]
                 await self._send_batch(batch)
                 backoff = None

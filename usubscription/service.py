@@ -60,6 +60,7 @@ from uprotocol.core.usubscription.wire import (
     Unsubscribe,
     service,
 )
+from uprotocol.pacing import wait_within
 from uprotocol.status import UStatusError
 from uprotocol.transport import (
     MESSAGE_BYTES_MAX,
@@ -604,9 +605,7 @@ class USubscriptionService:
             wait_ms = EXPIRY_CHECK_MS
             if self._next_expiry_ms is not None:
                 wait_ms = min(max(self._next_expiry_ms + 1 - self._now_ms(), 1), wait_ms)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_ms / 1000):
-                    await self._expiry_news.wait()
+            await wait_within(self._expiry_news, wait_ms / 1000)
 
     async def _expire(self) -> bool:
         """End expired subscriptions. Returns True if there may be more."""

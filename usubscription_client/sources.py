@@ -28,7 +28,7 @@ from storage.saved import SavedFile
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.asking import end
 from uprotocol.core.usubscription.wire import Entry, Status, Subscription, to_uri
-from uprotocol.pacing import Backoff
+from uprotocol.pacing import Backoff, wait_within
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.uri import Key
@@ -277,9 +277,7 @@ class ServiceInterest(InterestSource):
                 self._was_full = False
                 self.changed(None)  # so that the topics are asked again
             wait_ms = (self.refresh_ms if self.healthy else backoff.next_ms()) * (0.75 + self._random() / 2)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_ms / 1000):
-                    await self._news.wait()
+            await wait_within(self._news, wait_ms / 1000)
             await asyncio.sleep(max(earliest - loop.time(), 0))
 
     async def refresh(self) -> None:

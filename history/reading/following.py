@@ -37,6 +37,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     PollResponse,
     Position,
 )
+from uprotocol.pacing import wait_within
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -374,9 +375,7 @@ class Commands:
     async def _run(self) -> None:
         try:
             while True:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._again_s or self._lease_ms / ALIVE_SHARE / 1_000):
-                        await self.woken.wait()
+                await wait_within(self.woken, self._again_s or self._lease_ms / ALIVE_SHARE / 1_000)
                 self.woken.clear()
                 is_needed = not self._options.names_topics or self._pushed.subscription or self._pushed.request
                 if is_needed:  # where polls name the topics, commands are only for pushes

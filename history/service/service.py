@@ -53,6 +53,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     TopicState,
 )
 from uprotocol.message import UPayload
+from uprotocol.pacing import wait_until
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.uattributes_pb2 import UAttributes
@@ -308,9 +309,7 @@ class HistoryService:
                 if poll not in self._waiting:  # then read again, so that it misses nothing that came meanwhile
                     stack.enter_context(self._wakes(poll))
                 else:
-                    with contextlib.suppress(TimeoutError):  # then read again, so that `next` passes other records
-                        async with asyncio.timeout_at(deadline):
-                            await poll.woken.wait()
+                    await wait_until(poll.woken, deadline)  # then read again, so that `next` passes other records
                 self._match(poll)
         if request.asked.plan_records:
             poll.response.visible.CopyFrom(poll.sight.visible.message)

@@ -22,6 +22,7 @@ from streamer import config as configs
 from streamer.commands import terminal
 from streamer.commands.check import usable
 from streamer.commands.options import AsJson, ConfigFile, Settings, parse_settings
+from uprotocol.pacing import wait_within
 from uprotocol.status import UStatusError
 
 if TYPE_CHECKING:
@@ -189,6 +190,4 @@ class ServiceManager:
                 with contextlib.suppress(OSError):  # the manager is not there, or its queue is full
                     manager.sendto("\n".join(lines).encode(), self._address)
                 pause_s = START_BEAT_S if self._state == MORE_TIME or not self._interval_s else self._interval_s
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause_s):
-                        await self._hurry.wait()
+                await wait_within(self._hurry, pause_s)

@@ -27,6 +27,7 @@ from streamer.egress.pump import Pump
 from streamer.egress.rows import WAITING, EndpointPositions, endpoints_of, parsed, row
 from streamer.reporting import Condition, Reporter, Sample
 from streamer.walk.endpoint import Endpoint
+from uprotocol.pacing import wait_until
 from uprotocol.status import UStatusError
 
 SAVE_S: Final = 600.0  # between two saves of absences
@@ -191,9 +192,7 @@ class Claims(Reporter):
         cancelled."""
         while True:
             await self._count()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(self._saved_at + SAVE_S):
-                    await self._found.wait()
+            if await wait_until(self._found, self._saved_at + SAVE_S):
                 continue
             self.find_unclaimed()
             away_ms = {pump.peer.name: int(self._away_s(pump.peer) * 1000) for pump in self._pumps}

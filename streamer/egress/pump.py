@@ -14,7 +14,6 @@ in flight if the network is far away. After a failure nothing leaves until all o
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import math
 from collections import Counter
@@ -39,7 +38,7 @@ from transports.base import NOT_TRIED
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.core.usubscription.wire import to_uri
-from uprotocol.pacing import Backoff, Pace
+from uprotocol.pacing import Backoff, Pace, wait_until
 from uprotocol.status import Settled, UStatusError, code_name
 from usubscription_client.interest import Topics
 
@@ -171,9 +170,7 @@ class Pump:
                 async with self._turn:
                     next_at = await self._step()
                 if next_at is None or next_at > asyncio.get_running_loop().time():
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout_at(next_at):
-                            await sender.wake.wait()
+                    await wait_until(sender.wake, next_at)
             except BaseException as error:
                 end = error
         try:

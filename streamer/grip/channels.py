@@ -8,7 +8,6 @@ publish -> Channel: turn by turn -> Sequencer -> one append, with the last id ->
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence, Set
@@ -30,6 +29,7 @@ from uprotocol import uuid as uuids
 from uprotocol.callbacks import Remove
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.pacing import wait_until
 from uprotocol.status import UStatusError, is_nobody_listening
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 from uprotocol.v1.ucode_pb2 import UCode
@@ -165,9 +165,7 @@ class Channel:
                 await self._pass_gap()
             else:
                 due = self._sequencer.due
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(due):
-                        await self._came.wait()
+                await wait_until(self._came, due)
 
     def _take(self, now: float) -> list[Turn[Tag]]:
         """Returns what goes on of the items that have arrived."""

@@ -9,7 +9,6 @@ cuts the connection, so that the client sees an incomplete answer: raw bytes can
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Awaitable, Callable
 from typing import Final, Self
@@ -20,6 +19,7 @@ from streamer.grip.items import Item, ResponseFormat
 from streamer.grip.link import LinkAnswer, resolved
 from streamer.grip.succession import Succession
 from uprotocol.callbacks import Remove
+from uprotocol.pacing import wait_until
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -57,9 +57,7 @@ class _Held:
 
     async def _wait(self, until: float) -> None:
         """`until`: loop time."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(None if math.isinf(until) else until):
-                await self._news.wait()
+        await wait_until(self._news, None if math.isinf(until) else until)
         self._news.clear()
 
     def close(self) -> None:

@@ -27,7 +27,6 @@ nothing is appended until the first of them has come.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import heapq
 from collections import deque
@@ -40,6 +39,7 @@ from storage.runtime import Used
 from uprotocol import callbacks
 from uprotocol.callbacks import Remove
 from uprotocol.encoded import EncodedMessage
+from uprotocol.pacing import wait_within
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -144,9 +144,7 @@ class Flow:
     async def _hold(self) -> None:
         """Wait until the flow is open, a pump has read on or stopped, or it is time to measure."""
         self._opened.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ACTIVE_S if self._used is None else MEASURE_S):
-                await self._opened.wait()
+        await wait_within(self._opened, ACTIVE_S if self._used is None else MEASURE_S)
         self._look()
 
     def moved(self) -> None:

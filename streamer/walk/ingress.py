@@ -8,7 +8,6 @@ arrived batch -> known address? -> own authority? -> taken before? -+-> log (one
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from uprotocol import uri as uris
 from uprotocol.core.ustreamer.ids import ANNOUNCEMENTS, ENTITY, FRAMES, VERSION, is_about_epochs, of_publisher
 from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.encoded import EncodedMessage, Readdressed
+from uprotocol.pacing import wait_until
 from uprotocol.transport import MESSAGE_BYTES_MAX, Capability, EncodedListener
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
@@ -287,9 +287,7 @@ class Ingress(EncodedListener):
             if not self._missing or time() >= end:
                 break
             self._missing_came.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(end):
-                    await self._missing_came.wait()
+            await wait_until(self._missing_came, end)
         self._missing.clear()  # the others have expired
 
     def _found(self, key: bytes) -> None:

@@ -19,7 +19,6 @@ whose network hangs, or is away at the start, is retried; the others are not aff
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -34,7 +33,7 @@ from streamer.walk.ingress import PUBLISHERS, Ingress
 from streamer.walk.view import View
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.wire import to_uri
-from uprotocol.pacing import Backoff
+from uprotocol.pacing import Backoff, wait_until
 from uprotocol.status import RETRYABLE, UStatusError
 from uprotocol.transport import Capability, UListener
 from uprotocol.uri import Key
@@ -302,9 +301,7 @@ class Networks(Reporter):
         loop, backoff = asyncio.get_running_loop(), self._backoff()
         retry_at: float | None = None
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(retry_at):
-                    await network.changed.wait()
+            await wait_until(network.changed, retry_at)
             network.changed.clear()
             retry = network.may_accept or (retry_at is not None and loop.time() >= retry_at)
             network.may_accept = False
@@ -335,9 +332,7 @@ class Networks(Reporter):
             if loop.time() >= began + BACK_SOON_S or self._stopping:
                 break
             self._back.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(began + BACK_SOON_S):
-                    await self._back.wait()
+            await wait_until(self._back, began + BACK_SOON_S)
             await self.listen()
         if is_awaited:
             log.info("a subscription is answered though a network is away: it counts there from when that is back")

@@ -31,7 +31,6 @@ A message counts until the network has taken it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -47,7 +46,7 @@ from uprotocol.communication.shares import CALLERS_SHARE, Full, Shares
 from uprotocol.core.ustreamer import ids
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import error_response
-from uprotocol.pacing import Backoff, Pace
+from uprotocol.pacing import Backoff, Pace, wait_until
 from uprotocol.status import OK, RETRYABLE, Settled, code_name, is_nobody_listening, settle
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
@@ -479,9 +478,7 @@ class ExpressQueue:
                     if sender.is_failing:
                         await self._backoff.wait(self._soonest_expiry_ms())
                 elif leaves_at is None or leaves_at > asyncio.get_running_loop().time():
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout_at(leaves_at):
-                            await sender.wake.wait()
+                    await wait_until(sender.wake, leaves_at)
                 elif batch := self._next_batch():
                     await sender.send(batch)
         finally:

@@ -41,7 +41,7 @@ from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
 from uprotocol.encoded import Carried
-from uprotocol.pacing import Backoff
+from uprotocol.pacing import Backoff, wait_until
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, HeardCallback, LocalUriProvider, ProbeRequest, ProbeResult, UListener
 from uprotocol.v1.ucode_pb2 import UCode
@@ -560,9 +560,7 @@ class ZenohTransport(TransportBase):
     async def _await_loss(self) -> None:
         """Wait until it is known whether the only peer was cut off: then nobody has got the last messages."""
         self._peer_lost.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(self._cut_until):
-                await self._peer_lost.wait()
+        await wait_until(self._peer_lost, self._cut_until)
         self._cut_until = 0.0
 
     def listen_at_open(self, filter: Filter) -> None:
