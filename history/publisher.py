@@ -33,8 +33,8 @@ from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Announcement, ProgressRequest
 from uprotocol.encoded import decoded
 from uprotocol.message import UMessageBuilder, UPayload
-from uprotocol.pacing import wait_within
 from uprotocol.status import UStatusError, invalid
+from uprotocol.tasks import end, wait_within
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -122,7 +122,7 @@ class HistoryPublisher(Publisher):
             copies = _Copies(kept, self._transport, self.counts)
             stack.push_async_callback(copies.close)
             announcing = asyncio.create_task(self._announce(kept), name=f"announcements {kept.name}")
-            stack.push_async_callback(_ended, announcing)
+            stack.push_async_callback(end, announcing)
             stack.push_async_callback(self._settled)
             self._opened = stack.pop_all()
         self._log, self._keeper = kept, keeper
@@ -244,7 +244,7 @@ class _Copies:
                 while self._seq < self._log.newest_seq:
                     self._moved.clear()
                     await self._moved.wait()
-        await _ended(self._task)
+        await end(self._task)
         self._drop_up_to(self._log.newest_seq)
 
     async def _run(self) -> None:
@@ -291,8 +291,3 @@ async def _send_batch(transport: UTransport, messages: list[UMessage]) -> list[U
         log.exception("a transport failed to send")
         status = UStatus(code=UCode.INTERNAL, message=repr(error))
     return [status] * len(messages)
-
-
-async def _ended(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

@@ -22,8 +22,8 @@ from spark_ingest.offsets import Offset
 from spark_ingest.polls import HistoryPolls
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
-from uprotocol.pacing import wait_within
 from uprotocol.status import UStatusError
+from uprotocol.tasks import end, wait_within
 from uprotocol.transport import LocalUriProvider, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -213,11 +213,7 @@ class Fleet:
 
     async def close(self) -> None:
         members = self.members.values()
-        running = [self._discovering, *(task for one in members for task in (one.task, one.renewing))]
-        tasks = [task for task in running if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(self._discovering, *(task for one in members for task in (one.task, one.renewing)))
         self.members.clear()
         self._discovering = None
 

@@ -11,7 +11,7 @@ A new part is one module in parts/ with one class, and one line in parts/order.p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Final, TypeVar
 
 import structlog
@@ -197,10 +197,3 @@ async def within(seconds: float, name: str, work: Coroutine[Any, Any, None]) -> 
             await work
     except TimeoutError:
         log.warning("closing took too long; going on without", part=name, seconds=seconds)
-
-
-async def end(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancels tasks, and returns once they have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

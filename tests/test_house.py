@@ -18,11 +18,11 @@ TREE = Path(__file__).parents[1]
 
 LINES_MAX: Final = 75_210
 WALKS_MAX: Final = {  # walk -> functions, files
-    "publish": (100, 29),
+    "publish": (100, 30),
     "subscribe": (304, 58),
-    "poll": (126, 27),  # by time, 117 to 122 and sometimes more
-    "followed": (170, 44),
-    "epoch": (150, 25),
+    "poll": (126, 28),  # by time, 117 to 122 and sometimes more
+    "followed": (170, 45),
+    "epoch": (150, 26),
     "micro-batch": (200, 30),
 }
 LONG_OBJECTS: Final = {  # file:class -> why it is more than house.OBJECT_LINES_MAX lines with those it inherits from

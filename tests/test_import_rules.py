@@ -54,8 +54,8 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 UPROTOCOL_LAYERS = (
-    ("compiled", "status", "cache", "callbacks", "pacing"),
-    ("uri", "uuid"),
+    ("compiled", "status", "cache", "callbacks", "tasks"),
+    ("uri", "uuid", "pacing"),
     ("attributes",),
     ("message", "permissions", "encoded"),
     ("transport",),

@@ -7,6 +7,7 @@ cache.py           A bounded dict for values that can be computed again
 callbacks.py       Lists of callbacks: who adds one gets what removes it again
 encoded.py         A message that is routed, counted, stored and forwarded without being parsed
 pacing.py          Backoff: pauses after failures. Pace: a rate limit. Every package uses these two
+tasks.py           Tasks and events of the loop: waits for an event that end in time, and the end of tasks
 """
 
 import os

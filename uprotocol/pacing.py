@@ -1,4 +1,4 @@
-"""Backoff: pauses after failures. Pace: a rate limit. Waits for an event that end in time. Every package uses these.
+"""Backoff: pauses after failures. Pace: a rate limit. Every package uses these two.
 
 Exponential back-off with full jitter (Brooker, "Exponential Backoff And Jitter"); a pause can be ended early.
 """
@@ -10,19 +10,7 @@ import math
 import random
 from collections.abc import Callable
 
-
-async def wait_until(event: asyncio.Event, at: float | None) -> bool:
-    """Wait until `event` is set, but not beyond this loop time. Returns whether it was set by then."""
-    try:
-        async with asyncio.timeout_at(at):
-            return await event.wait()
-    except TimeoutError:
-        return False
-
-
-async def wait_within(event: asyncio.Event, seconds: float) -> bool:
-    """Wait until `event` is set, `seconds` at most. Returns whether it was set by then."""
-    return await wait_until(event, asyncio.get_running_loop().time() + seconds)
+from uprotocol.tasks import wait_within
 
 
 class Backoff:

@@ -32,10 +32,11 @@ from pydantic import TypeAdapter
 
 from storage.disk import REAL_DISK, Disk
 from storage.saved import SavedFile
-from uprotocol.core.usubscription.asking import CommandQueue, end
+from uprotocol.core.usubscription.asking import CommandQueue
 from uprotocol.core.usubscription.wire import CODECS, StoreSaid
-from uprotocol.pacing import Backoff, wait_within
+from uprotocol.pacing import Backoff
 from uprotocol.status import FINAL, UStatusError
+from uprotocol.tasks import end, wait_within
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.state import Key, Lost, Notified, Orphaned, RemoteLink, Status
 from usubscription.store.database import Outcome, StoreEvent, StoreKnown

@@ -24,11 +24,12 @@ import structlog
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.attributes import NOTIFICATION, PUBLISH
-from uprotocol.core.usubscription.asking import CommandQueue, end
+from uprotocol.core.usubscription.asking import CommandQueue
 from uprotocol.core.usubscription.wire import CODECS, V3_CODEC, fill_uri, service
 from uprotocol.message import PROTOBUF
-from uprotocol.pacing import Backoff, wait_until, wait_within
+from uprotocol.pacing import Backoff
 from uprotocol.status import FINAL, OK, RETRYABLE, UStatusError, code_name
+from uprotocol.tasks import end, wait_until, wait_within
 from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage

@@ -22,7 +22,7 @@ import structlog
 
 from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
-from uprotocol.core.usubscription.asking import CommandQueue, Services, end
+from uprotocol.core.usubscription.asking import CommandQueue, Services
 from uprotocol.core.usubscription.wire import (
     CODECS,
     ENTITY_TYPE,
@@ -34,6 +34,7 @@ from uprotocol.core.usubscription.wire import (
 )
 from uprotocol.pacing import Backoff
 from uprotocol.status import FINAL, UStatusError
+from uprotocol.tasks import end
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.audit import AuditAnswer, Auditor, Partners

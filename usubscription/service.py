@@ -39,7 +39,6 @@ from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcServer, RequestCheck, Responses
 from uprotocol.communication.rpc_server import Unserved
 from uprotocol.communication.shares import Quota, UEntity, weight
-from uprotocol.core.usubscription.asking import end
 from uprotocol.core.usubscription.wire import (
     CODECS,
     ENTITY_TYPE,
@@ -60,8 +59,8 @@ from uprotocol.core.usubscription.wire import (
     Unsubscribe,
     service,
 )
-from uprotocol.pacing import wait_within
 from uprotocol.status import UStatusError
+from uprotocol.tasks import end, wait_within
 from uprotocol.transport import (
     MESSAGE_BYTES_MAX,
     ConnectionCallback,

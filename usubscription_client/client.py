@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 from uprotocol import uri as uris
 from uprotocol.core.usubscription import wire
-from uprotocol.core.usubscription.asking import CommandQueue, Services, end
+from uprotocol.core.usubscription.asking import CommandQueue, Services
 from uprotocol.core.usubscription.wire import (
     CODECS,
     SUBSCRIBE,
@@ -32,6 +32,7 @@ from uprotocol.core.usubscription.wire import (
 from uprotocol.message import UPayload
 from uprotocol.pacing import Backoff
 from uprotocol.status import FINAL, UStatusError, invalid
+from uprotocol.tasks import end
 from uprotocol.transport import LocalUriProvider, UListener, UTransport
 from uprotocol.uri import Key
 from uprotocol.v1.ucode_pb2 import UCode

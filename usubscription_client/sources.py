@@ -26,10 +26,10 @@ from storage.disk import REAL_DISK, Disk
 from storage.runtime import REAL, Runtime
 from storage.saved import SavedFile
 from uprotocol import uri as uris
-from uprotocol.core.usubscription.asking import end
 from uprotocol.core.usubscription.wire import Entry, Status, Subscription, to_uri
-from uprotocol.pacing import Backoff, wait_within
+from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError, invalid
+from uprotocol.tasks import end, wait_within
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.uri import Key
 from uprotocol.v1.ucode_pb2 import UCode

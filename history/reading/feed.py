@@ -32,6 +32,7 @@ from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollRequest, PollResponse
 from uprotocol.status import UStatusError, invalid
+from uprotocol.tasks import end
 from uprotocol.transport import UBatchListener, UListener
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -167,8 +168,7 @@ class _SharedFollowing:
             self._following.unfollow(feed.topic)  # the poll that waits is answered
 
     async def close(self) -> None:
-        if self._task is not None:
-            await _ended(self._task)
+        await end(self._task)
 
     async def _run(self) -> None:
         try:
@@ -275,7 +275,7 @@ class HistoryFeed:
     async def close(self) -> None:
         """End all feeds. May be called twice."""
         for feed in list(self._feeds.values()):
-            await _ended(feed)
+            await end(feed)
         self._feeds.clear()
         for shared in self._shared:
             await shared.close()
@@ -303,7 +303,7 @@ class HistoryFeed:
         """End one feed, if there is one."""
         feed = self._feeds.pop((uris.key(uris.with_authority(topic, self._client.authority)), id(listener)), None)
         if feed is not None:
-            await _ended(feed)
+            await end(feed)
 
     def _forget(self, key: tuple[Any, int], feed: asyncio.Task[None]) -> None:
         """After its end, subscribe_since may be called again."""
@@ -388,8 +388,3 @@ async def _deliver_to(listener: UListener, records: list[Record]) -> None:
             log.exception(
                 "a listener failed; its messages count as delivered", listener=repr(listener), messages=len(part)
             )
-
-
-async def _ended(feed: asyncio.Task[None]) -> None:
-    feed.cancel()
-    await asyncio.gather(feed, return_exceptions=True)

@@ -37,8 +37,8 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     PollResponse,
     Position,
 )
-from uprotocol.pacing import wait_within
 from uprotocol.status import UStatusError
+from uprotocol.tasks import end, wait_within
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
@@ -316,9 +316,7 @@ class Commands:
 
     async def close(self) -> None:
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await end(task)
         self._answer_hand_over(UStatusError(UCode.CANCELLED, "the following was closed"))
 
     def change(self, topic: UUri, period_ms: int) -> bool:
@@ -641,9 +639,7 @@ class Following:
                 commands.forgotten()
             return None
         finally:
-            polling.cancel()
-            interrupted.cancel()
-            await asyncio.gather(polling, interrupted, return_exceptions=True)
+            await end(polling, interrupted)
         if answer is None or additions != self._additions:
             return None
         if request.frontiers:

@@ -53,8 +53,8 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     TopicState,
 )
 from uprotocol.message import UPayload
-from uprotocol.pacing import wait_until
 from uprotocol.status import UStatusError, invalid
+from uprotocol.tasks import wait_until
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode

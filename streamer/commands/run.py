@@ -22,8 +22,8 @@ from streamer import config as configs
 from streamer.commands import terminal
 from streamer.commands.check import usable
 from streamer.commands.options import AsJson, ConfigFile, Settings, parse_settings
-from uprotocol.pacing import wait_within
 from uprotocol.status import UStatusError
+from uprotocol.tasks import end, wait_within
 
 if TYPE_CHECKING:
     from streamer.app import Streamer
@@ -165,9 +165,7 @@ class ServiceManager:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._beats is not None:
-            self._beats.cancel()
-            await asyncio.gather(self._beats, return_exceptions=True)
+        await end(self._beats)
 
     def ready(self, status: Callable[[], str]) -> None:
         """Reports that the service is ready; each beat sends the current `status()`."""

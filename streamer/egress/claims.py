@@ -27,8 +27,8 @@ from streamer.egress.pump import Pump
 from streamer.egress.rows import WAITING, EndpointPositions, endpoints_of, parsed, row
 from streamer.reporting import Condition, Reporter, Sample
 from streamer.walk.endpoint import Endpoint
-from uprotocol.pacing import wait_until
 from uprotocol.status import UStatusError
+from uprotocol.tasks import wait_until
 
 SAVE_S: Final = 600.0  # between two saves of absences
 CLAIM_COUNTED_MAX: Final = (

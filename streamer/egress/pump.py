@@ -38,8 +38,9 @@ from transports.base import NOT_TRIED
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.core.usubscription.wire import to_uri
-from uprotocol.pacing import Backoff, Pace, wait_until
+from uprotocol.pacing import Backoff, Pace
 from uprotocol.status import Settled, UStatusError, code_name
+from uprotocol.tasks import wait_until
 from usubscription_client.interest import Topics
 
 # read ahead: as many as the slowest broker measured takes in two seconds; more would only hide a stall

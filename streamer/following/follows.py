@@ -32,6 +32,7 @@ from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UPayload
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
+from uprotocol.tasks import end
 from uprotocol.transport import LocalUriProvider, UListener
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -147,12 +148,9 @@ class Follows(Intake, UListener, Reporter):
                     del self._by_name[name]
         self._named = [one for one in self._named if one.endpoint is not endpoint]
         keys = [key for key in (*self._tasks, *self._to_run) if key.startswith(f"{endpoint.name}:")]
-        tasks = [self._tasks.pop(key) for key in keys if key in self._tasks]
         for key in keys:
             self._to_run.pop(key, None)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*[self._tasks.pop(key, None) for key in keys])
 
     async def start(self) -> None:
         """Start to follow. Raises the error of the hosted transport."""
@@ -170,10 +168,8 @@ class Follows(Intake, UListener, Reporter):
         self._is_stopped = True
         for limit in self._waits:
             limit.reschedule(asyncio.get_running_loop().time())
-        tasks, self._tasks = list(self._tasks.values()), {}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks, self._tasks = self._tasks, {}
+        await end(*tasks.values())
         await self._frames.close()
         await self._rpc.close()
 

@@ -23,6 +23,7 @@ from streamer.reporting import Condition
 from uprotocol.callbacks import Remove
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError, invalid
+from uprotocol.tasks import end
 from uprotocol.v1.ucode_pb2 import UCode
 
 ASK_PAUSE_S: Final = 0.1  # after an answer of a link: a backend whose ids never fit is not asked all the time
@@ -173,8 +174,5 @@ class SharedLinks:
     async def close(self) -> None:
         for pause in self._resting.values():
             pause.cancel()
-        tasks = [request.task for request in self._flying.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*(request.task for request in self._flying.values()))
         await self._links.close()

@@ -29,8 +29,8 @@ from uprotocol import uuid as uuids
 from uprotocol.callbacks import Remove
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder, UPayload
-from uprotocol.pacing import wait_until
 from uprotocol.status import UStatusError, is_nobody_listening
+from uprotocol.tasks import end, wait_until
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -140,9 +140,7 @@ class Channel:
         return tags
 
     async def close(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+        await end(self._running)
 
     async def _run(self) -> None:
         """Runs until nothing waits. What waits when it is cancelled is refused."""

@@ -19,8 +19,8 @@ from streamer.grip.items import Item, ResponseFormat
 from streamer.grip.link import LinkAnswer, resolved
 from streamer.grip.succession import Succession
 from uprotocol.callbacks import Remove
-from uprotocol.pacing import wait_until
 from uprotocol.status import UStatusError
+from uprotocol.tasks import wait_until
 from uprotocol.v1.ucode_pb2 import UCode
 
 LINK_IDLE_S: Final = 120.0  # where a Grip-Link has no timeout; Pushpin's, too

@@ -20,9 +20,10 @@ from streamer import building
 from streamer.assembly import Attached
 from streamer.config import Config, EndpointSection
 from streamer.operating import metrics
-from streamer.part import Part, end, within
+from streamer.part import Part, within
 from streamer.reporting import Condition, Sample
 from streamer.walk.endpoint import Endpoint
+from uprotocol.tasks import end
 from usubscription_client import InterestSource, ServiceInterest
 
 NETWORKS_CLOSE_S: Final = 3.0  # for each, concurrently
@@ -83,14 +84,14 @@ class EndpointPart(Part):
 
     async def stop_endpoint(self, attached: Attached) -> None:
         """Ends the tasks of an endpoint, and closes its network within NETWORKS_CLOSE_S."""
-        await end(attached.tasks)
+        await end(*attached.tasks)
         await within(NETWORKS_CLOSE_S, attached.endpoint.name, attached.endpoint.close())
 
     async def pause_endpoint(self, attached: Attached, *, close: bool) -> None:
         """Stops the pumps of an endpoint, and closes its network within NETWORKS_CLOSE_S if `close`. `renew` goes on
         in a later step."""
         network = [attached.network_task] if close and attached.network_task is not None else []
-        await end([*attached.pump_tasks, *network])
+        await end(*attached.pump_tasks, *network)
         if close:
             await within(NETWORKS_CLOSE_S, attached.endpoint.name, attached.endpoint.close())
 
@@ -163,7 +164,7 @@ class EndpointPart(Part):
     async def stop_asking(self, source: ServiceInterest) -> None:
         """Asks a uSubscription service no more, and saves what it has said, which still serves."""
         attached = self.assembly.attached.values()
-        await end([task for parts in attached if (task := parts.asking.pop(source.name, None))])
+        await end(*(parts.asking.pop(source.name, None) for parts in attached))
         await source.stop()
         await source.transport.close()
 

@@ -8,8 +8,8 @@ from collections.abc import Coroutine, Iterable
 from typing import Any, Final
 
 from streamer.assembly import Tasks
-from streamer.part import end
 from uprotocol.status import UStatusError
+from uprotocol.tasks import end
 from uprotocol.v1.ucode_pb2 import UCode
 
 OPEN_WAIT_S: Final = 3.0  # longest wait of a reload until what it has changed is open
@@ -24,7 +24,7 @@ class PortOpening:
 
     async def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         if self._task is not None:
-            await end([self._task])
+            await end(self._task)
         self._task = self._tasks.start(work, self._what)
         return self._task
 

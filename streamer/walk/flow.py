@@ -39,8 +39,8 @@ from storage.runtime import Used
 from uprotocol import callbacks
 from uprotocol.callbacks import Remove
 from uprotocol.encoded import EncodedMessage
-from uprotocol.pacing import wait_within
 from uprotocol.status import UStatusError
+from uprotocol.tasks import wait_within
 from uprotocol.v1.ucode_pb2 import UCode
 
 # of a volatile log; some 4 MiB of small messages, well below the smallest ring

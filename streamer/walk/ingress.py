@@ -30,7 +30,7 @@ from uprotocol import uri as uris
 from uprotocol.core.ustreamer.ids import ANNOUNCEMENTS, ENTITY, FRAMES, VERSION, is_about_epochs, of_publisher
 from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.encoded import EncodedMessage, Readdressed
-from uprotocol.pacing import wait_until
+from uprotocol.tasks import wait_until
 from uprotocol.transport import MESSAGE_BYTES_MAX, Capability, EncodedListener
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode

@@ -33,8 +33,9 @@ from streamer.walk.ingress import PUBLISHERS, Ingress
 from streamer.walk.view import View
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.wire import to_uri
-from uprotocol.pacing import Backoff, wait_until
+from uprotocol.pacing import Backoff
 from uprotocol.status import RETRYABLE, UStatusError
+from uprotocol.tasks import wait_until
 from uprotocol.transport import Capability, UListener
 from uprotocol.uri import Key
 from uprotocol.v1.ucode_pb2 import UCode

@@ -46,8 +46,9 @@ from uprotocol.communication.shares import CALLERS_SHARE, Full, Shares
 from uprotocol.core.ustreamer import ids
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import error_response
-from uprotocol.pacing import Backoff, Pace, wait_until
+from uprotocol.pacing import Backoff, Pace
 from uprotocol.status import OK, RETRYABLE, Settled, code_name, is_nobody_listening, settle
+from uprotocol.tasks import wait_until
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus

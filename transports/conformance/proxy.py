@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 from typing import Final
 
+from uprotocol.tasks import end
+
 PROXY_CHUNK_BYTES: Final = 1 << 16  # of one read
 
 TcpStream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -45,9 +47,7 @@ class TcpProxy:
         self.cut()
         if self._server is not None:
             self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(*self._tasks)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

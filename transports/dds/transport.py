@@ -34,6 +34,7 @@ from uprotocol.cache import Cache
 from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
+from uprotocol.tasks import end
 from uprotocol.transport import Capability, HeardCallback, LocalUriProvider, ProbeRequest, ProbeResult, UListener
 from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType
 from uprotocol.v1.ucode_pb2 import UCode
@@ -206,10 +207,8 @@ class DdsTransport(TransportBase):
             yield one
 
     async def close(self) -> None:
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
-            self._following = None
+        await end(self._following)
+        self._following = None
         async with self._opening:
             session = self._stop()
             await self._end_arrivals()

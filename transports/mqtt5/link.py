@@ -32,6 +32,7 @@ from transports.mqtt5.connection import (
 )
 from transports.mqtt5.packets import Welcome
 from uprotocol.status import UStatusError
+from uprotocol.tasks import end
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -117,9 +118,7 @@ class Link:
         if self._opened is not None and not self._opened.done():
             why = "the transport was closed while it was connecting: call open again"
             self._opened.set_exception(UStatusError(UCode.CANCELLED, why))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(*self._tasks)
         if self.connection is not None and self.connection.up:
             self.connection.write(packets.disconnect({} if self._config.client_id else {"SessionExpiryInterval": 0}))
         self.drop("the transport was closed")

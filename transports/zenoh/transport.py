@@ -41,8 +41,9 @@ from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
 from uprotocol.encoded import Carried
-from uprotocol.pacing import Backoff, wait_until
+from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
+from uprotocol.tasks import end, wait_until
 from uprotocol.transport import Capability, HeardCallback, LocalUriProvider, ProbeRequest, ProbeResult, UListener
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -101,10 +102,8 @@ class Renewals:
         self._task = asyncio.create_task(self._follow(used))
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await end(self._task)
+        self._task = None
 
     async def _follow(self, used: ssl.SSLContext | None) -> None:
         while True:

@@ -19,6 +19,7 @@ from uprotocol.attributes import RESPONSE
 from uprotocol.communication.api import DEFAULT_OPTIONS, CallOptions, RpcClient
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError, code_name
+from uprotocol.tasks import end
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -67,10 +68,7 @@ class InMemoryRpcClient(RpcClient):
                 call.set_exception(UStatusError(UCode.CANCELLED, "the RPC client was closed while the call waited"))
         with contextlib.suppress(UStatusError):  # a transport that was closed earlier has no listeners
             await self._transport.unregister_listener(uris.ANY, self, self._local.get_source())
-        sending = list(self._sending)
-        for task in sending:
-            task.cancel()
-        await asyncio.gather(*sending, return_exceptions=True)
+        await end(*self._sending)
 
     async def __aenter__(self) -> Self:
         await self.open()

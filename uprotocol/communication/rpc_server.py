@@ -29,6 +29,7 @@ from uprotocol.communication.api import RequestCheck, RequestHandler, RpcServer
 from uprotocol.communication.shares import CALLERS_SHARE, Full, Shares
 from uprotocol.message import PROTOBUF, UPayload, error_response
 from uprotocol.status import UStatusError, invalid
+from uprotocol.tasks import end
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
@@ -127,9 +128,7 @@ class InMemoryRpcServer(RpcServer):
                 await self.unregister_request_handler(resource_id, handler)
         if self._running:
             _, late = await asyncio.wait(self._running, timeout=self._drain_ms_max / 1000)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+            await end(*late)
         await self.responses.drain(self._drain_ms_max)
 
     def on_receive(self, message: UMessage) -> None:
@@ -267,9 +266,7 @@ class Responses:
         """Wait at most `ms_max` until the network has accepted all responses; the rest is dropped and counted."""
         if self._sender is not None:
             _, late = await asyncio.wait({self._sender}, timeout=ms_max / 1000)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+            await end(*late)
         rest = [response for waiting in self._waiting.values() for response in waiting]
         self.dropped["response_not_sent"] += len(rest)
         self._waiting.clear()

@@ -19,6 +19,7 @@ import structlog
 from storage.faults import DamagedError
 from storage.runtime import REAL, WORK_BATCH_MAX, Answerer, Gathering, Runtime, give
 from uprotocol.status import UStatusError
+from uprotocol.tasks import end
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.state import Key, Status
 from usubscription.store.database import Database, Outcome, StoreEvent
@@ -203,8 +204,7 @@ class SubscriptionStore:
             for lane in readers.values():
                 await lane.close()
             await self._batches.join()
-            self._answering.cancel()
-            await asyncio.gather(self._answering, return_exceptions=True)
+            await end(self._answering)
         await asyncio.to_thread(self._close)
 
     def submit(self, event: StoreEvent) -> asyncio.Future[Outcome]:

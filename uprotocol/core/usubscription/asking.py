@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import structlog
 from google.protobuf.message import Message
@@ -19,6 +19,7 @@ from uprotocol.communication.rpc_client import CALLS_PENDING_MAX
 from uprotocol.core.usubscription.wire import CODECS, FETCH_SUBSCRIPTIONS, StoreSaid, Subscription, service
 from uprotocol.message import UPayload
 from uprotocol.status import UStatusError
+from uprotocol.tasks import end
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -27,14 +28,6 @@ K = TypeVar("K", bound=Hashable)
 C = TypeVar("C")
 
 log = structlog.get_logger()
-
-
-async def end(*tasks: asyncio.Future[Any] | None) -> None:
-    """Cancel `tasks`, and wait until they have ended."""
-    known = [task for task in tasks if task is not None]
-    for task in known:
-        task.cancel()
-    await asyncio.gather(*known, return_exceptions=True)
 
 
 class CommandQueue(Generic[K, C]):
