@@ -23,10 +23,10 @@ from storage import logs
 from storage.runtime import leave
 from transports.plugin import create, explain
 from uprotocol import uri as uris
+from uprotocol import uuid as uuids
 from uprotocol.core.usubscription.wire import ENTITY_TYPE
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider
-from usubscription.inspect import utc_time
 from usubscription.remote import AUDIT_MS, REMOTE_TIMEOUT_MS
 from usubscription.service import MayReset, USubscriptionService
 
@@ -120,7 +120,7 @@ def note_of(service: USubscriptionService) -> dict[str, str]:
     if database.new_since_ms is None:
         return {}
     what = "are those of an older copy" if database.is_copy else "are new"
-    return {"note": f"the subscriptions {what} since {utc_time(database.new_since_ms)}"}
+    return {"note": f"the subscriptions {what} since {uuids.moment(database.new_since_ms)}"}
 
 
 def run(config: ServiceConfig, ready: Ready = lambda state: print(json.dumps(state), flush=True)) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -125,14 +124,9 @@ def _entry(row: Row, link: RemoteLink | None = None) -> ViewEntry:
         "topic": _text(row.topic),
         "subscriber": _text(row.subscriber),
         "status": row.status.name,
-        "expires": utc_time(row.expires_ms) if row.expires_ms is not None else None,
+        "expires": uuids.moment(row.expires_ms) if row.expires_ms is not None else None,
         "sample_period_ms": row.sample_period_ms,
     }
     if link is not None and link.command is Command.SUBSCRIBE:
         entry["waiting_for"] = f"{row.topic[0]} (attempt {link.attempt + 1})"
     return entry
-
-
-def utc_time(milliseconds: int) -> str:
-    """Returns Unix milliseconds as ISO 8601 with milliseconds, in UTC."""
-    return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -11,7 +11,6 @@ import base64
 import json
 import math
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any, Final, Never
 
 from google.protobuf.any_pb2 import Any as Wrapped
@@ -109,7 +108,7 @@ def _finite(text: str) -> float:
 
 def _time(time_ms: int) -> str:
     try:
-        return datetime.fromtimestamp(time_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        return uuids.moment(time_ms)
     except (OverflowError, ValueError, OSError):
         return str(time_ms)
 
