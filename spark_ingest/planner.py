@@ -25,6 +25,7 @@ from spark_ingest.polls import poll_at
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.status import UStatusError
+from uprotocol.tasks import wait_until
 
 
 class Planner:
@@ -82,10 +83,7 @@ class Planner:
             deadline = asyncio.get_running_loop().time() + idle_s
             while end == start and (self.fleet.is_planning() if self._run.is_ending else True):
                 self._run.news.clear()
-                try:
-                    async with asyncio.timeout_at(None if self._run.is_ending else deadline):
-                        await self._run.news.wait()
-                except TimeoutError:
+                if not await wait_until(self._run.news, None if self._run.is_ending else deadline):
                     break
                 end = await self._choose(start, limit)
         # All records before `start` are in the sink: Spark finishes a batch, also after a restart, before it asks for

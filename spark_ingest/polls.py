@@ -26,6 +26,7 @@ from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import PollRequest, PollResponse, Position
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
+from uprotocol.tasks import wait_within
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -55,12 +56,12 @@ class HistoryPolls:
                 if is_needed and not (self._run.is_ending and member.is_at_target):
                     await self._ask_again(member)
                     backoff.reset()
-                elif await _times_out(member.wake, member.lease_s / 3):
+                elif not await wait_within(member.wake, member.lease_s / 3):
                     await self.renew(member)
             except UStatusError as error:
                 if generation == member.generation:
                     self.failed(member, error)
-                    await _times_out(member.wake, backoff.next_ms() / 1000)
+                    await wait_within(member.wake, backoff.next_ms() / 1000)
 
     async def _ask_again(self, member: Member) -> None:
         """Poll in a task of its own, which `plan_again` cancels."""
@@ -268,16 +269,6 @@ class HistoryPolls:
         self._set_cursor(asked, {} if member.keeps else seqs)
         lease_ms = (await self._session.call(member.authority, lambda client: client.poll(asked))).lease_ms
         member.lease_s = lease_ms / 1000 or member.lease_s
-
-
-async def _times_out(event: asyncio.Event, limit_s: float) -> bool:
-    """Wait for the event; returns True if it was not set within the time."""
-    try:
-        async with asyncio.timeout(limit_s):
-            await event.wait()
-    except TimeoutError:
-        return True
-    return False
 
 
 def begun(answer: PollResponse, wanted: Coverage, asked: Iterable[Position]) -> HistoryOffset:

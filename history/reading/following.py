@@ -38,7 +38,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     Position,
 )
 from uprotocol.status import UStatusError
-from uprotocol.tasks import end, wait_within
+from uprotocol.tasks import end, wait_until, wait_within
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
@@ -227,10 +227,7 @@ class PushedFrames:
             self._woken.clear()
             if self.must_check:
                 return NoFrame.QUIET
-            try:
-                async with asyncio.timeout_at(self._last_at + self._quiet_s):
-                    await self._woken.wait()
-            except TimeoutError:
+            if not await wait_until(self._woken, self._last_at + self._quiet_s):
                 return NoFrame.QUIET
             if not self.subscription or not (self._frames or self.must_check):
                 return NoFrame.ENDED

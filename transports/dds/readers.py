@@ -48,6 +48,7 @@ from transports.dds.link import (
 from transports.dds.roll_call import Seen
 from transports.listeners import Filter
 from uprotocol.status import UStatusError
+from uprotocol.tasks import wait_within
 
 WRITERS_REMEMBERED_MAX: Final = 4_096  # per reader, some 300 bytes each: as many as a transport of ours has
 # of one reader; more of them do not make a writer cheaper ...
@@ -283,10 +284,7 @@ class Registrations:
         end = loop.time() + DISCOVERY_S_MAX
         while loop.time() < end:
             self._found_something.clear()
-            try:
-                async with asyncio.timeout(quiet_s):
-                    await self._found_something.wait()
-            except TimeoutError:
+            if not await wait_within(self._found_something, quiet_s):
                 return
 
     def stop(self) -> None:

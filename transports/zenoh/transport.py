@@ -43,7 +43,7 @@ from uprotocol.cache import Cache
 from uprotocol.encoded import Carried
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
-from uprotocol.tasks import end, wait_until
+from uprotocol.tasks import end, wait_until, wait_within
 from uprotocol.transport import Capability, HeardCallback, LocalUriProvider, ProbeRequest, ProbeResult, UListener
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -499,10 +499,7 @@ class ZenohTransport(TransportBase):
 
         sender.thread.shutdown()
         threading.Thread(target=close, name=f"zenoh-close-{self.authority}", daemon=True).start()
-        try:
-            async with asyncio.timeout(LEAVE_S_MAX):
-                await left.wait()
-        except TimeoutError:
+        if not await wait_within(left, LEAVE_S_MAX):
             log.warning("Zenoh is still closing the session", authority=self.authority, waited_s=LEAVE_S_MAX)
         for send in self._sends:  # Zenoh does not end a put that waits for a peer
             send.cancel()
