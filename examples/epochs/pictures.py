@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from history.epochs.frontier import EpochState, Frontier, is_ahead, is_covered
+from history.epochs.frontier import Frontier, PassedTimes, is_ahead, is_covered
+from history.records.epoch import Time
 
 COLOURS: Final = {  # colours of Okabe and Ito
-    EpochState.LATENT: "#FFFFFF",
-    EpochState.ACTIVE: "#E69F00",
-    EpochState.COMPLETED: "#0072B2",
-    EpochState.SKIPPED: "#BBBBBB",
+    "latent": "#FFFFFF",
+    "active": "#E69F00",
+    "completed": "#0072B2",
+    "skipped": "#BBBBBB",
 }
 SIDE: Final = 6  # times from 0 in each dimension
 LOWER, UPPER, NEWEST = "#009E73", "#D55E00", "#56B4E9"
@@ -38,7 +39,7 @@ def draw(folder: Path, points: Sequence[Point], joined_seq: int) -> None:
     _frontiers(folder / "epochs-frontiers.svg", points, joined_seq)
 
 
-def scripted() -> Frontier:
+def scripted() -> tuple[Frontier, PassedTimes]:
     """Two publishers: one advances the first number, one the second; both began with (0, 0)."""
     frontier = Frontier()
     frontier.hold((0, 0))
@@ -47,19 +48,25 @@ def scripted() -> Frontier:
         frontier.see(time)
     for time in ((2, 1), (2, 2), (3, 1), (1, 3), (1, 4)):
         frontier.see(time)
-    frontier.release((0, 0))
-    return frontier
+    return frontier, frontier.release((0, 0))
+
+
+def _state(frontier: Frontier, passed: PassedTimes, time: Time) -> str:
+    if frontier.may_come(time):
+        return "active" if time in frontier.seen else "latent"
+    return "completed" if time in passed.completed else "skipped"
 
 
 def _order(path: Path) -> None:
     from matplotlib import pyplot
 
-    frontier = scripted()
+    frontier, passed = scripted()
     figure, axes = pyplot.subplots(figsize=(6.4, 5.2))
     for x in range(SIDE):
         for y in range(SIDE):
-            time, state = (x, y), frontier.state((x, y))
-            axes.scatter(x, y, s=420, c=COLOURS[state], edgecolors="black", linewidths=1, zorder=3)
+            time = (x, y)
+            colour = COLOURS[_state(frontier, passed, time)]
+            axes.scatter(x, y, s=420, c=colour, edgecolors="black", linewidths=1, zorder=3)
             if time in frontier.lower:
                 axes.scatter(x, y, s=900, facecolors="none", edgecolors=LOWER, linewidths=3, zorder=2)
             if time in frontier.upper:
@@ -67,7 +74,7 @@ def _order(path: Path) -> None:
             if not is_covered(frontier.upper, time) and is_ahead(frontier.lower, time):
                 axes.text(x, y, "sees", ha="center", va="center", fontsize=7, zorder=4)
     for state, colour in COLOURS.items():
-        axes.scatter([], [], s=120, c=colour, edgecolors="black", label=state.value)
+        axes.scatter([], [], s=120, c=colour, edgecolors="black", label=state)
     for name, colour in (("lower frontier", LOWER), ("upper frontier", UPPER)):
         axes.scatter([], [], s=160, facecolors="none", edgecolors=colour, linewidths=3, label=name)
     axes.set(

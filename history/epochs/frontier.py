@@ -13,13 +13,11 @@ are over.
 from __future__ import annotations
 
 import bisect
-import enum
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 from operator import le, sub
-from typing import Final
+from typing import Final, NamedTuple
 
 from history.records.epoch import Time
 
@@ -29,7 +27,6 @@ NOTHING: Final[Antichain] = frozenset()
 ACTIVE_MAX: Final = 256  # open epochs of a group: each frontier names all of them
 FILTER_MAX: Final = 1_024  # of an antichain of several logs; more become one time greater than each
 PASSED_MAX: Final = 64  # of a frontier; more become one time that is greater than each
-ENDED_KEPT_MAX: Final = 1_024  # completed times that are distinguished from skipped ones
 SPANS_MAX: Final = 8  # spans of times that are distinguished; a cursor file contains them
 
 
@@ -110,21 +107,11 @@ class Spans:
             self.spans[index : index + 2] = [(first, last)]
 
 
-class EpochState(enum.Enum):
-    """The state of a time, as its publisher sees it."""
-
-    LATENT = "latent"  # no record so far
-    ACTIVE = "active"  # there were records, and more may come
-    COMPLETED = "completed"  # all records have come
-    SKIPPED = "skipped"  # it had no record, and none will come
-
-
-@dataclass(frozen=True, slots=True)
-class PassedTimes:
+class PassedTimes(NamedTuple):
     """Times that a step has ended, in an order in which no time follows a greater one."""
 
-    completed: list[Time] = field(default_factory=list)
-    skipped: list[Time] = field(default_factory=list)  # held, without a record
+    completed: list[Time]
+    skipped: list[Time]  # held, without a record
 
 
 class Frontier:
@@ -146,8 +133,6 @@ class Frontier:
         self.passed = maximal(passed)
         self.floor = minimal(self.held or floor)
         self._lower: Antichain | None = None
-        self._ended: dict[Time, None] = {}  # the newest completed times
-        self._forgotten = NOTHING  # covers the older ones
 
     def __repr__(self) -> str:
         return f"Frontier(lower={sorted(self.lower)}, upper={sorted(self.upper)}, passed={sorted(self.passed)})"
@@ -169,13 +154,6 @@ class Frontier:
     def length(self) -> int | None:
         """Returns the length of its times; None: there was none so far."""
         return next((len(time) for times in (self.held, self.seen, self.passed) for time in times), None)
-
-    def state(self, time: Time) -> EpochState:
-        if time in self.seen:
-            return EpochState.ACTIVE
-        if self.may_come(time):
-            return EpochState.LATENT
-        return EpochState.COMPLETED if time in self._ended or is_covered(self._forgotten, time) else EpochState.SKIPPED
 
     def may_come(self, time: Time) -> bool:
         """Returns whether the time is not over."""
@@ -212,12 +190,4 @@ class Frontier:
         self.seen.difference_update(over)
         self.passed = few(maximal([*self.passed, *over]), PASSED_MAX)
         self.floor = self.lower or self.floor
-        self._remember(completed)
         return PassedTimes(completed, [one for one in over if one not in set(completed)])
-
-    def _remember(self, completed: Iterable[Time]) -> None:
-        self._ended.update(dict.fromkeys(completed))
-        while len(self._ended) > ENDED_KEPT_MAX:
-            oldest = next(iter(self._ended))
-            del self._ended[oldest]
-            self._forgotten = few(maximal([*self._forgotten, oldest]), PASSED_MAX)

@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import DecodeError
 
-from history.epochs.frontier import ACTIVE_MAX, EpochState, Frontier, PassedTimes
+from history.epochs.frontier import ACTIVE_MAX, Frontier, PassedTimes
 from history.records.chunk import ID_BYTES, message_id
 from history.records.epoch import LENGTH_MAX, NUMBER_MIN, Epoch, Time, time_of, wire_time
 from history.records.witness import seqs_of
@@ -598,7 +598,7 @@ class Progress(GroupEpochs):
         length = self.frontier.length
         closes = [time_of(one.time) for one in changes if one.change < 0]
         for time in closes:
-            is_over = length is not None and self.frontier.state(time) in (EpochState.COMPLETED, EpochState.SKIPPED)
+            is_over = length is not None and time not in self.frontier.seen and not self.frontier.may_come(time)
             if time not in held and time not in opens and not is_over:
                 what = f"{time} of {self.group.name!r} was not opened by the caller"
                 raise UStatusError(UCode.NOT_FOUND, what)
