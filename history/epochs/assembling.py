@@ -71,20 +71,6 @@ class Assembled:
         return not self.incomplete
 
 
-class _PlainRecords:
-    """Records without an epoch. `positions`: up to where they were delivered, also before a restart."""
-
-    def __init__(self) -> None:
-        self.positions: Positions = {}
-
-    def take(self, record: Record) -> bool:
-        """Returns whether the record was not delivered yet, and notes that it is now."""
-        is_new = record.seq > self.positions.get(record.incarnation, 0)
-        if is_new:
-            self.positions[record.incarnation] = record.seq
-        return is_new
-
-
 class Assembler:
     """Assembles the epochs of one reader of `topics`, which are patterns. `filter`: "atomic": epochs that had begun
     when it began to read are dropped; "all": they are delivered as incomplete. `beyond`, by group: epochs that are less
@@ -114,7 +100,7 @@ class Assembler:
         self._table = GroupTable(self.dropped, each=each, beyond=self._beyond)
         self._groups = self._table.groups
         self._lost: list[Assembled] = []  # losses that were not reported before a restart
-        self._plain = _PlainRecords()
+        self._plain: Positions = {}  # up to where records without an epoch were delivered, also before a restart
         self._is_suspect = False  # there was a gap, and no snapshot since
         self._bytes = 0
         self.due: float | None = None  # loop time at which to call `overdue`; None: nothing waits
@@ -157,7 +143,7 @@ class Assembler:
         so that the seqs of delivered records may now be those of other records."""
         self._is_suspect = True
         for log in damaged:
-            self._plain.positions.pop(log, None)
+            self._plain.pop(log, None)
             for group in self._groups.values():
                 for last in group.delivered.values():
                     last.pop(log, None)
@@ -173,13 +159,19 @@ class Assembler:
                 ready += self._move(record, now)
             elif is_about_epochs(source):
                 ready += self._begun(record, now)
-            elif self._plain.take(record):
-                plain.append(record)
             else:
-                self.dropped["delivered"] += 1
+                plain += self._take_plain(record)
         if plain:
             ready.insert(0, Assembled(None, plain))
         return ready + self._shrink()
+
+    def _take_plain(self, record: Record) -> list[Record]:
+        """Returns the record, which then counts as delivered; nothing if it was delivered before."""
+        if record.seq <= self._plain.get(record.incarnation, 0):
+            self.dropped["delivered"] += 1
+            return []
+        self._plain[record.incarnation] = record.seq
+        return [record]
 
     def _move(self, record: Record, now: float) -> Iterator[Assembled]:
         """Take a record of frontiers."""
@@ -291,11 +283,10 @@ class Assembler:
         # 2: a time of another length than the group's: an epoch of this record alone
         group.length = group.length or len(time)
         if len(time) != group.length:
-            if not self._plain.take(record):
-                self.dropped["delivered"] += 1
+            if not (odd := self._take_plain(record)):
                 return []
             self._count_incomplete()
-            return [Assembled(epoch, [record], ODD, key[1])]
+            return [Assembled(epoch, odd, ODD, key[1])]
         # 3: what was delivered, or is not wanted
         joins = bool(merged.parts) and group.is_rest(time) if part is None else group.joined(part.keeper, time)
         if joins and self._filter == "atomic":
@@ -419,7 +410,7 @@ class Assembler:
 
     def save(self, safe: Positions, held: Iterable[Assembled] = ()) -> dict[str, Any]:
         """Returns what to keep with `safe`, for `restore`: plain data for JSON."""
-        plain, lost, in_hand = _not_taken([*self._lost, *held], self._plain.positions)
+        plain, lost, in_hand = _not_taken([*self._lost, *held], self._plain)
         saved = [
             {"group": key[0], "keeper": key[1], "lost": lost.get(key, [])} | group.save(safe, in_hand.get(key, {}))
             for key, group in self._groups.items()
@@ -428,7 +419,7 @@ class Assembler:
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Called before anything is taken. Raises KeyError, TypeError or ValueError for invalid data."""
-        self._plain.positions = {bytes.fromhex(log): int(seq) for log, seq in saved.get("plain", {}).items()}
+        self._plain = {bytes.fromhex(log): int(seq) for log, seq in saved.get("plain", {}).items()}
         for one in saved["groups"]:
             keeper = one["keeper"]
             key = (str(one["group"]), None if keeper is None else (str(keeper[0]), int(keeper[1])))
