@@ -110,21 +110,18 @@ def write_private(path: Path, data: bytes, disk: Disk = REAL_DISK) -> None:
 def copy_whole(source: Path, target: Path, pace: CopyPace, disk: Disk = REAL_DISK) -> str:
     """Copy a file that does not change, and return its SHA-256 in hex. Raises OSError, and as CopyPace."""
     make_private(target)
-    digest = hashlib.sha256()
-    with source.open("rb") as read, target.open("wb") as write:
-        while block := read.read(STEP_BYTES):
-            write.write(block)
-            digest.update(block)
-            pace.rest()
+    with target.open("wb") as copy:
+        digest = sha256(source, pace, copy.write)
     disk.sync(target)
-    return digest.hexdigest()
+    return digest
 
 
-def sha256(path: Path, pace: CopyPace) -> str:
-    """Returns the SHA-256 of a file in hex. Raises OSError, and as CopyPace."""
+def sha256(path: Path, pace: CopyPace, take: Callable[[bytes], object] = lambda _: None) -> str:
+    """Returns the SHA-256 of a file in hex, whose parts `take` gets. Raises OSError, and as CopyPace."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(STEP_BYTES):
+            take(block)
             digest.update(block)
             pace.rest()
     return digest.hexdigest()

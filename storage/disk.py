@@ -415,10 +415,7 @@ class SqliteFile:
     @property
     def wal_bytes(self) -> int:
         """The size of the write-ahead log; 0 if it does not exist."""
-        try:
-            return os.stat(f"{self.path}-wal").st_size
-        except OSError:
-            return 0
+        return faults.file_bytes(self.beside("-wal"))
 
     def look(self) -> bool:
         """Returns False if the file is empty or missing.

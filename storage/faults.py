@@ -83,6 +83,14 @@ def free_bytes(path: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
+def file_bytes(path: Path) -> int:
+    """Returns the size of the file; 0 if there is no file."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 def disk_bytes(path: Path) -> int:
     """Returns how many bytes the file occupies on its disk; 0 if there is no file."""
     try:
@@ -126,7 +134,7 @@ class Reserve:
         """The bytes that are allocated now."""
         if not self.bytes:
             return 0
-        return min(disk_bytes(self.path) if self._counts_blocks else _size(self.path), self.bytes)
+        return min(disk_bytes(self.path) if self._counts_blocks else file_bytes(self.path), self.bytes)
 
     @property
     def is_whole(self) -> bool:
@@ -162,7 +170,7 @@ class Reserve:
             if self.path.is_file():
                 self.path.unlink(missing_ok=True)
             return True
-        if self.is_whole and _size(self.path) == self.bytes:
+        if self.is_whole and file_bytes(self.path) == self.bytes:
             return True
         with self._lock:
             if not self.is_whole and free < self.bytes - self.held + margin_bytes(self.path):
@@ -211,13 +219,6 @@ def _allocate(file: int, bytes: int) -> bool:
             raise
         return False
     return True
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def _write(file: int, bytes: int) -> None:

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from storage.faults import file_bytes
+
 FREE_BYTES_KEPT: Final = 16 << 20  # on the disk of the temporary folder, for its other users
 
 Open = Callable[[str, type[sqlite3.Connection]], sqlite3.Connection]
@@ -39,7 +41,7 @@ class _OfCopy(sqlite3.Connection):
 def connect(path: Path, open_uri: Open) -> sqlite3.Connection:
     """Returns a connection that reads `path` with everything that was committed. Raises sqlite3.Error."""
     uri, wal, index = path.absolute().as_uri(), Path(f"{path}-wal"), Path(f"{path}-shm")
-    if not index.exists() and not _bytes_of(wal):
+    if not index.exists() and not file_bytes(wal):
         return open_uri(f"{uri}?mode=ro&immutable=1", sqlite3.Connection)
     db = open_uri(f"{uri}?mode=ro&readonly_shm=1", sqlite3.Connection)
     try:
@@ -53,13 +55,6 @@ def connect(path: Path, open_uri: Open) -> sqlite3.Connection:
         db.close()
         raise
     return _connect_copy(path, wal, open_uri)
-
-
-def _bytes_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def _connect_copy(path: Path, wal: Path, open_uri: Open) -> sqlite3.Connection:
