@@ -60,8 +60,7 @@ class Visible(NamedTuple):
                 first[authority] = HIDDEN_ROAD if hides else Road(_sorted(road.allow), _sorted(road.deny))
         kept: dict[str, Road] = {}
         for authority in sorted(first, key=precedence, reverse=True):
-            else_ = next((kept[wider] for wider in _wider(authority) if wider in kept), HIDDEN_ROAD)
-            if first[authority] != else_:
+            if first[authority] != _widest(kept, authority):
                 kept[authority] = first[authority]
         return cls(allowed, denied, dict(reversed(kept.items())))
 
@@ -117,7 +116,7 @@ class Visible(NamedTuple):
             return False
         if self.allow:
             return _is_one_of(source, self.allow)
-        return self._road(source.authority_name).shows(source)
+        return _widest(self.roads, source.authority_name).shows(source)
 
     @property
     def is_nothing(self) -> bool:
@@ -126,7 +125,7 @@ class Visible(NamedTuple):
 
     def sees_some_of(self, authority: str) -> bool:
         """Returns False if surely no topic of this authority is visible."""
-        return self._shows_some(authority, Road(self.allow) if self.allow else self._road(authority))
+        return self._shows_some(authority, Road(self.allow) if self.allow else _widest(self.roads, authority))
 
     def beyond(self, other: Visible) -> Iterator[uris.Key]:
         """Yields patterns of all topics that are visible here and not by `other`, and perhaps of some more; none if
@@ -144,9 +143,6 @@ class Visible(NamedTuple):
     @property
     def _by_authority(self) -> Mapping[str, Road]:
         return {uris.WILDCARD_AUTHORITY: Road(self.allow)} if self.allow else self.roads
-
-    def _road(self, authority: str) -> Road:
-        return next((self.roads[one] for one in uris.owners(authority) if one in self.roads), HIDDEN_ROAD)
 
     def _shows_some(self, authority: str, road: Road) -> bool:
         deny = (*self.deny, *road.deny)
