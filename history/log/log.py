@@ -305,11 +305,6 @@ class Log:
     def stream_count(self) -> int:
         return len(self.stream_table.by_id)
 
-    @property
-    def streams_forgotten(self) -> int:
-        """Returns how many were forgotten since the log was opened."""
-        return self.stream_table.forgotten_count
-
     # -- append
 
     def append(

@@ -203,6 +203,7 @@ class GaplessSubscriber:
             on_connected=on_connected,
             on_denied=self._on_denied,
         )
+        self.counts = self._following.counts
         for topic in topics or (uris.ANY,):
             self._following.follow(topic, sample_period_ms)
         self._state = ReaderState(dict(positions or {}))
@@ -233,10 +234,6 @@ class GaplessSubscriber:
     @mode.setter
     def mode(self, mode: FollowMode) -> None:
         self._following.mode = mode
-
-    @property
-    def counts(self) -> Counter[str]:
-        return self._following.counts
 
     @property
     def dropped(self) -> Counter[str]:

@@ -360,15 +360,11 @@ class Followers:
         return len(self._followers)
 
     def __repr__(self) -> str:
-        return f"Followers({len(self)}, {self.topic_count} topics, {self.push_count} pushes)"
+        return f"Followers({len(self)}, {self.topic_count} topics, {len(self.pushes)} pushes)"
 
     @property
     def topic_count(self) -> int:
         return self._topics.pieces
-
-    @property
-    def push_count(self) -> int:
-        return len(self.pushes)
 
     def open(self) -> None:
         """Accept commands again after `close`."""

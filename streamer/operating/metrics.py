@@ -264,7 +264,7 @@ def of_log(log: Log) -> Iterator[Sample]:
     yield "log_bytes", label, log.extent.stored_bytes
     yield "log_healthy", label, log.healthy
     yield "log_topics", label, log.stream_count
-    yield "log_topics_forgotten", label, log.streams_forgotten
+    yield "log_topics_forgotten", label, log.stream_table.forgotten_count
     yield from each("log_dropped", label, log.dropped)
     yield "log_holes", label, len(log.holes)
     yield from each("log_damage", label, Counter(damage.kind for damage in log.damage))
@@ -288,5 +288,5 @@ def of_history(history: HistoryService) -> Iterator[Sample]:
     yield from each("history", (), {question: followers.counts[question] for question in ASKED_BY_FOLLOWERS})
     yield "followers", (), len(followers)
     yield "followers_topics", (), followers.topic_count
-    yield "pushes", (), followers.push_count
+    yield "pushes", (), len(followers.pushes)
     yield "consumers", (), len(history.consumers)

@@ -193,7 +193,7 @@ async def test_leases_that_are_over_leave_nothing(world: World, monkeypatch: pyt
             while len(followers):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
     assert followers.counts["expired"] == 250 * rounds
-    assert (followers.topic_count, followers.push_count, len(world.service._waiting)) == (0, 0, 0)
+    assert (followers.topic_count, len(followers.pushes), len(world.service._waiting)) == (0, 0, 0)
 
 
 class Keeping:

@@ -269,7 +269,7 @@ async def no_window(world: World) -> None:
     """The acknowledgements of what we have taken are lost."""
     world.client.lost = {"command"}
     await asyncio.sleep(40)
-    assert world.service.followers.push_count == 1, "it waits for its window"
+    assert len(world.service.followers.pushes) == 1, "it waits for its window"
 
 
 async def lease_over(world: World) -> None:
@@ -293,7 +293,7 @@ async def refused(world: World) -> None:
     """While the follower does not poll."""
     world.access.is_closed = True
     async with asyncio.timeout(60):
-        while world.service.followers.push_count:  # noqa: ASYNC110
+        while len(world.service.followers.pushes):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     world.access.is_closed = False
 

@@ -85,7 +85,7 @@ def test_a_quick_reader_does_not_move_the_cursor_past_a_slow_one(mode: FollowMod
                 assert await take(slow, 49) == list(range(3, 52))
                 await slow.close()
                 assert await taking == list(range(1, 51)), "it leaves, and the next one begins"
-            assert world.service.followers.push_count == 0
+            assert len(world.service.followers.pushes) == 0
         await world.close()
 
     virtually(run())

@@ -120,7 +120,7 @@ async def test_streams_without_records_are_forgotten_and_all_are_reported(bench:
     await bench.pass_all()
     await bench.until(lambda: bench.known() == [99])
     assert frozenset().union(*forgotten) == ids
-    assert (log.stream_count, log.streams_forgotten) == (1, len(TOPICS))
+    assert (log.stream_count, log.stream_table.forgotten_count) == (1, len(TOPICS))
     assert not any(map(log.knows_stream, ids))
     assert [one.source.resource_id for one in log.stream_table.after(0, 10)] == [LAST.resource_id]
 
@@ -149,7 +149,7 @@ async def test_a_topic_at_the_edge_of_retention_keeps_its_number(bench: Bench) -
         log.stream_table._sweep()
         await bench.append(TOPICS[0])
     assert log.stream_id(TOPICS[0]) == id
-    assert not log.streams_forgotten
+    assert not log.stream_table.forgotten_count
 
 
 async def test_what_somebody_has_in_hand_is_kept(bench: Bench) -> None:

@@ -251,7 +251,7 @@ def test_after_its_end_nothing_is_pushed() -> None:
         await world.append(10)
         await asyncio.sleep(60)
         assert not world.came
-        assert world.service.followers.push_count == 0
+        assert len(world.service.followers.pushes) == 0
         await world.close()
 
     virtually(run())
