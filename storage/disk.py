@@ -119,8 +119,6 @@ class Lock:
 
 
 class Marked(NamedTuple):
-    """The content of a mark."""
-
     incarnation: bytes
     seq: int
 
@@ -191,7 +189,6 @@ class Disk:
         return work()
 
     def free_bytes(self, path: Path) -> int:
-        """Returns the free bytes on the disk of the file `path`."""
         return faults.free_bytes(path)
 
     def connect(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:

@@ -246,7 +246,6 @@ def margin_bytes(path: Path) -> int:
 
 
 def _whole_bytes(path: Path) -> int:
-    """Returns the size of the disk of the file `path`."""
     stat = os.statvfs(existing_folder(path))
     return stat.f_blocks * stat.f_frsize
 

@@ -67,7 +67,6 @@ class StoreView(AbstractContextManager["StoreView"]):
         ]
 
     def summary(self) -> ViewEntry:
-        """Counts."""
         links = self._reader.links()
         return {
             "authority": self._reader.authority(),

@@ -86,7 +86,6 @@ class InterestSource:
         self.positions: Callable[[], LogPositions] = tuple
         self._meanwhile: list[Subscription] | None = None  # changes during a fetch
         self.count = 0  # subscriptions
-        self.left_out = 0  # subscriptions beyond `subscriptions_max`
         self._topics: dict[Key, _Topic] = {}
         # topics by their wildcards: version 4 allows wildcard instances and versions, a static file also others
         self._shapes: Counter[uris.Shape] = Counter()
@@ -99,7 +98,6 @@ class InterestSource:
         return f"{type(self).__name__}({self.name}, topics={len(self)}, healthy={self.healthy})"
 
     def wants(self, topic: UUri) -> Mapping[str, Want]:
-        """Which authorities want `topic`."""
         key = uris.key(topic)
         if not self._shapes:
             return self.wants_by_name(key)
@@ -166,7 +164,6 @@ class InterestSource:
                 if known is not None and known.sample_period_ms == subscription.sample_period_ms:
                     continue
                 if known is None and self.count >= self._most:
-                    self.left_out += 1
                     continue
                 if entry is None:
                     entry = self._topics[topic] = _Topic(subscription.topic)

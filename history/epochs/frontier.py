@@ -139,7 +139,6 @@ class Frontier:
 
     @property
     def lower(self) -> Antichain:
-        """Returns the minimal held times."""
         if self._lower is None:
             self._lower = minimal(self.held)
         return self._lower

@@ -145,7 +145,6 @@ class MergedFrontiers:
 
     @property
     def keepers(self) -> frozenset[KeeperAddress]:
-        """Returns the keepers whose logs are merged."""
         if self._merged_keepers is None:
             self._merged_keepers = frozenset(self._keepers)
         return self._merged_keepers

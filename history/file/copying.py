@@ -33,8 +33,6 @@ PREDECESSORS_MAX: Final = 16
 
 
 class Copied(NamedTuple):
-    """What a copy contains."""
-
     incarnation: bytes
     oldest_seq: int
     newest_seq: int

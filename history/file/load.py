@@ -382,7 +382,6 @@ class Loading:
         return marked is None or marked.incarnation != self._made.incarnation or columns.last_seq <= marked.seq
 
     def _rebuild_all(self) -> None:
-        """Rebuild streams, index, holes and meta from the chunks."""
         made, extent = self._made, self._made.extent
         extent.stored_bytes = 0
         self._read_chunks(NOT_KNOWN)
@@ -446,7 +445,6 @@ class Loading:
     # -- writing
 
     def _write(self) -> None:
-        """Write all repairs in one transaction."""
         made = self._made
         for number in made.ledger.forget(made.extent.floor_seq, made.incarnation):
             self._delete(rows.DAMAGE.name, "number", number)

@@ -229,7 +229,6 @@ def _read_head(path: Path) -> bytes | None:
 
 
 def _page_bytes(header: bytes) -> int:
-    """Returns the page size that the header names."""
     return int.from_bytes(header[16:18], "big")  # 65,536 would not fit, and was never used
 
 

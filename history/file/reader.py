@@ -43,8 +43,6 @@ class NoChunkError(CorruptChunkError):
 
 
 class ScanLimits(NamedTuple):
-    """Of one scan."""
-
     after: int
     until: int
     records: int

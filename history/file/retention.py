@@ -105,7 +105,6 @@ def _allowed(bytes: int, path: Path, reserve: Reserve) -> int:
 
 
 def used_bytes(db: sqlite3.Connection) -> int:
-    """Returns the bytes of pages that are not free."""
     return (pragma(db, "page_count") - pragma(db, "freelist_count")) * pragma(db, "page_size")
 
 
@@ -188,7 +187,6 @@ def _is_next_aged(db: sqlite3.Connection, after: int, ages: Ages) -> bool:
 
 
 def readable(db: sqlite3.Connection, doomed: Sequence[Doomed]) -> Iterator[Chunk]:
-    """Yields the chunks, without those that can't be read."""
     for first_seq, *_ in doomed:
         try:
             yield chunk_at(db, first_seq)[1]

@@ -35,8 +35,6 @@ STEPS_PER_LOOK: Final = 100_000  # of SQLite's virtual machine: some millisecond
 
 @dataclass(slots=True)
 class VerifyReport:
-    """The result."""
-
     path: Path
     version: int = 0
     incarnation: bytes = b""

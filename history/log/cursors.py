@@ -54,11 +54,9 @@ class Cursors:
         return self._cursors.get(name)
 
     def seqs(self) -> dict[str, int]:
-        """Returns the confirmed seq of each cursor, by name."""
         return {name: cursor.seq for name, cursor in self._cursors.items()}
 
     def all(self) -> dict[str, Cursor]:
-        """Returns all cursors by name."""
         return dict(self._cursors)
 
     def set(

@@ -96,7 +96,6 @@ class DurableStorage:
         self.append: Callable[[Append], None] = self.writer.worker.put
 
     def limit(self, age_ms: int, bytes_max: int, gather_ms: float) -> None:
-        """See Log.limit."""
         self.writer.limit(age_ms, bytes_max, gather_ms)
 
     async def close(self) -> None:
@@ -177,7 +176,6 @@ class VolatileStorage:
         self.age()
 
     def limit(self, age_ms: int, bytes_max: int, _gather_ms: float) -> None:
-        """See Log.limit."""
         self._retention.age_ms, self.tail.bytes_max = age_ms, bytes_max
 
     async def close(self) -> None:

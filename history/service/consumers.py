@@ -37,7 +37,6 @@ OWNER_PREFIX: Final = "owner:"
 
 
 def cursor_name(consumer: str) -> str:
-    """Returns the name of a consumer's cursor in each log."""
     return CURSOR_PREFIX + consumer
 
 
@@ -105,7 +104,6 @@ class Consumers:
         return len(self._owners)
 
     def load(self) -> None:
-        """Read the owners that earlier runs have stored."""
         for log in self._logs:
             for row, cursor in log.cursors.all().items():
                 found = owner_of(row)

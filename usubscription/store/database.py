@@ -136,8 +136,6 @@ StoreEvent = (
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of one event."""
-
     answer: Status = Status.UNSUBSCRIBED
     changes: list[StoredChange] = field(default_factory=list)
     links: list[tuple[Key, RemoteLink]] = field(default_factory=list)  # topics whose link has changed

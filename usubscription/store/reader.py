@@ -120,7 +120,6 @@ class StoreReader:
         ).fetchall()
 
     def link_count(self, authority: str) -> int:
-        """The number of links to `authority`."""
         query = "SELECT count(*) FROM uri u JOIN link l ON l.topic = u.id WHERE u.authority = ?"
         return int(self._db.execute(query, (authority,)).fetchone()[0])
 
@@ -159,11 +158,9 @@ class StoreReader:
             raise STORE.fault(damage, self.path, "read") from None
 
     def destinations_held(self) -> list[str]:
-        """Destinations with held changes."""
         return [destination for (destination,) in self._db.execute("SELECT DISTINCT destination FROM held").fetchall()]
 
     def outbox_last(self) -> int:
-        """The number of the newest change in the outbox."""
         return self._number("SELECT coalesce(max(id), 0) FROM outbox")
 
     def outbox_count(self) -> int:
