@@ -35,7 +35,6 @@ LONG_OBJECTS: Final = {  # file:class -> why it is more than house.OBJECT_LINES_
     "transports/dds/writers.py:Writers": "one thread's writers: queues, acknowledgements and absence share their state",
     "streamer/following/followed.py:Followed": "one conversation: its methods share one position and one backlog",
     "streamer/following/follows.py:Follows": "all conversations: their choice and their common intake",
-    "usubscription_client/sources.py:ServiceInterest": "one conversation with a uSubscription",
 }
 PARTS_OF_BACKLOG: Final = {"backlog", "reading_back", "refusals", "address_holds", "topic_holds"}
 HOLDERS: Final = {"topics", "addresses", "owed", "owned", "topic_holds", "address_holds"}  # as attributes are called

@@ -133,6 +133,37 @@ class SavedInterest:
             await self.save()
 
 
+class AskedTopics(dict[str, dict[Key, UUri]]):
+    """The topics that a service which can't list is asked about, by authority; the longest known first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answered: set[Key] = set()
+        self.unanswered: set[Key] = set()  # by the last question
+
+    def add(self, topic: UUri) -> None:
+        self.setdefault(topic.authority_name, {})[uris.key(topic)] = topic
+
+    def is_full(self, authority: str) -> bool:
+        return (
+            sum(map(len, self.values())) >= TOPICS_ASKED_MAX
+            or len(self.get(authority, ())) >= AUTHORITY_TOPICS_ASKED_MAX
+        )
+
+    def forget_one(self, authority: str, wants: Callable[[UUri], object]) -> UUri | None:
+        """Forget a topic that nobody wants, of `authority` or, if it has none, of the one with the most; it is asked
+        again if it is published again. Returns None if all are wanted."""
+        asked = self.get(authority) or max(self.values(), key=len)
+        for key in list(islice(asked, FORGET_CANDIDATES_MAX)):
+            topic = asked.pop(key)
+            if not wants(topic):
+                self.answered.discard(key)
+                self.unanswered.discard(key)
+                return topic
+            asked[key] = topic  # moved to the end
+        return None
+
+
 class ServiceInterest(InterestSource):
     """The subscriptions of the uSubscription service of `authority`, fetched over `transport`."""
 
@@ -165,9 +196,7 @@ class ServiceInterest(InterestSource):
         self._client.on_change(self._on_change)
         self.refresh_ms, self._random = refresh_ms, runtime.rng.random
         self.healthy, self._why = False, ""  # the last error
-        self._asked: dict[str, dict[Key, UUri]] = {}  # by authority; the longest known topics first
-        self._unanswered: set[Key] = set()
-        self._answered: set[Key] = set()
+        self._asked = AskedTopics()
         self._fetching = asyncio.Lock()
         self._was_full = False  # when a topic was to be asked
         self._news = asyncio.Event()
@@ -198,9 +227,7 @@ class ServiceInterest(InterestSource):
         if changed := self.replace(known):
             self.changed(changed)
         for subscription in known:
-            self._asked.setdefault(subscription.topic.authority_name, {})[uris.key(subscription.topic)] = (
-                subscription.topic
-            )
+            self._asked.add(subscription.topic)
         self.on_change(self._saved.changed)
 
     async def start(self) -> None:
@@ -224,18 +251,18 @@ class ServiceInterest(InterestSource):
     async def ask(self, topic: UUri) -> None:
         """FetchSubscribers and RegisterForNotifications, once per topic; the next refresh repeats failures."""
         authority = topic.authority_name
-        asked = self._asked.get(authority, {})
-        if self.can_list or uris.key(topic) in asked:
+        known = self._asked.get(authority, {})
+        if self.can_list or uris.key(topic) in known:
             return
         freed: UUri | None = None
-        if sum(map(len, self._asked.values())) >= TOPICS_ASKED_MAX or len(asked) >= AUTHORITY_TOPICS_ASKED_MAX:
-            freed = self._forget_one(authority if asked else max(self._asked, key=lambda one: len(self._asked[one])))
+        if self._asked.is_full(authority):
+            freed = self._asked.forget_one(authority, self.wants)
             if freed is None:
-                limits = {"authority": self.name, "of": authority, "topics": len(asked)}
+                limits = {"authority": self.name, "of": authority, "topics": len(known)}
                 log.warning("the limit of topics to ask of this service is reached", **limits)
                 self._was_full = True
                 return
-        self._asked.setdefault(authority, {})[uris.key(topic)] = topic
+        self._asked.add(topic)
         if not await self._ask(topic):
             self._news.set()
         if freed is not None:
@@ -243,21 +270,8 @@ class ServiceInterest(InterestSource):
             with contextlib.suppress(UStatusError):  # then more notifications come, which is harmless
                 await self._client.unregister_for_notifications(freed)
 
-    def _forget_one(self, authority: str) -> UUri | None:
-        """Forget a topic of `authority` that nobody wants; it is asked again if it is published again. Returns None if
-        all are wanted."""
-        asked = self._asked[authority]
-        for key in list(islice(asked, FORGET_CANDIDATES_MAX)):
-            topic = asked.pop(key)
-            if not self.wants(topic):
-                self._answered.discard(key)
-                self._unanswered.discard(key)
-                return topic
-            asked[key] = topic  # moved to the end
-        return None
-
     def decided(self, topic: UUri) -> bool:
-        return self.complete if self.can_list else uris.key(topic) in self._answered
+        return self.complete if self.can_list else uris.key(topic) in self._asked.answered
 
     async def _run(self) -> None:
         backoff = Backoff(2 * FETCH_RETRY_FIRST_MS, FETCH_RETRY_MAX_MS)
@@ -294,7 +308,7 @@ class ServiceInterest(InterestSource):
                 log.exception("fetching from uSubscription failed", authority=self.name)
                 self.healthy = False
             else:
-                self.healthy = not self._unanswered
+                self.healthy = not self._asked.unanswered
 
     async def _fetch(self) -> None:
         could_list = self.can_list
@@ -335,13 +349,13 @@ class ServiceInterest(InterestSource):
             subscribers = await self._client.fetch_subscribers(topic)
         except UStatusError as error:
             log.warning("the subscribers of a topic could not be fetched", topic=uris.format(topic), why=str(error))
-            self._unanswered.add(key)
+            self._asked.unanswered.add(key)
             self.healthy = False
             return False
-        self._unanswered.discard(key)
+        self._asked.unanswered.discard(key)
         known = [Subscription(topic, subscriber, Status.SUBSCRIBED) for subscriber in subscribers]
-        if self.replace(filter(self._is_its_own, known), only=topic) or key not in self._answered:
-            self._answered.add(key)
+        if self.replace(filter(self._is_its_own, known), only=topic) or key not in self._asked.answered:
+            self._asked.answered.add(key)
             self.changed(frozenset([key]))
         return True
 

@@ -325,7 +325,7 @@ async def test_topics_that_somebody_makes_up_keep_out_no_others(world: Any, monk
     for number in range(1_000):
         await union.ask(uris.uri("dev1", 0x67, 1, 0x8000 + number))
     assert sum(map(len, source._asked.values())) == 20 + 1
-    assert len(source._answered) == 20 + 1
+    assert len(source._asked.answered) == 20 + 1
     assert source.decided(real), "what somebody wants stays"
     await source.stop()
     await old.close()
