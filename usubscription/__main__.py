@@ -123,16 +123,6 @@ def note_of(service: USubscriptionService) -> dict[str, str]:
     return {"note": f"the subscriptions {what} since {uuids.moment(database.new_since_ms)}"}
 
 
-def run(config: ServiceConfig, ready: Ready = lambda state: print(json.dumps(state), flush=True)) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit code. Prints to stdout when it is ready, and errors to stderr."""
-    try:
-        serve_until_signalled(config, ready)
-    except UStatusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 def serve_until_signalled(config: ServiceConfig, ready: Ready) -> None:
     """Serve until SIGTERM or SIGINT. Raises as `serve`."""
     sys.setswitchinterval(SERVICE_SWITCH_INTERVAL_S)
@@ -179,13 +169,19 @@ def parse(arguments: Sequence[str] | None = None) -> ServiceConfig:
 
 
 def main(arguments: Sequence[str] | None = None, prepare: Callable[[ServiceConfig], None] = lambda _: None) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit code. Prints to stdout when it is ready, and errors to stderr."""
     try:
         config = parse(arguments)
     except UStatusError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 2
     prepare(config)
-    return run(config)
+    try:
+        serve_until_signalled(config, lambda state: print(json.dumps(state), flush=True))
+    except UStatusError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
