@@ -144,13 +144,18 @@ class Reader:
 
     def _jump(self, found: Scan, after: int, before: int, holes: Holes) -> None:
         """Note that records were committed there, and no chunk has them any more."""
-        if any(low <= after and before <= high for low, high in holes):
-            return
-        found.gaps.append((after, min(before, found.until + 1)))
+        if not any(low <= after and before <= high for low, high in holes):
+            self._note(found, after, before, "they aren't there")
+
+    def _note(self, found: Scan, after: int, before: int, why: str) -> bool:
+        """Note that the records between can't be read. Returns whether that was not noted before."""
+        found.gaps.append((max(found.after, after), min(before, found.until + 1)))
         found.covered = max(found.covered, min(before - 1, found.until))
-        if after + 1 not in self._known_bad and len(self._known_bad) < KNOWN_BAD_MAX:
+        is_new = after + 1 not in self._known_bad and len(self._known_bad) < KNOWN_BAD_MAX
+        if is_new:
             self._known_bad.add(after + 1)
-            found.damaged.append((after, before, "they aren't there"))
+            found.damaged.append((after, before, why))
+        return is_new
 
     def _row(
         self, db: sqlite3.Connection, first_seq: int, found: Scan, read: ReadChunk, *, is_quick: bool
@@ -166,15 +171,8 @@ class Reader:
             if isinstance(error, sqlite3.DatabaseError) and not is_damage(error):
                 raise
             reason = str(error)
-        following = next_first_seq(db, first_seq)
-        after, end = max(found.after, first_seq - 1), found.until + 1
-        before = min(following or end, end)
-        found.gaps.append((after, before))
-        found.covered = max(found.covered, before - 1)
-        if first_seq not in self._known_bad and len(self._known_bad) < KNOWN_BAD_MAX:
-            self._known_bad.add(first_seq)
-            found.damaged.append((first_seq - 1, following or end, reason))
-            what = "records are damaged and will be reported as a gap"
+        if self._note(found, first_seq - 1, next_first_seq(db, first_seq) or found.until + 1, reason):
+            (after, before), what = found.gaps[-1], "records are damaged and will be reported as a gap"
             log.error(what, path=str(self._path), after=after, before=before, reason=reason)
         return None
 
