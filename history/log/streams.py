@@ -349,6 +349,3 @@ class StreamTable:
 def _beyond(ids: Sequence[int], id: int) -> Iterator[int]:
     """Yields those of the sorted `ids` that are greater than `id`."""
     return map(ids.__getitem__, range(bisect_right(ids, id), len(ids)))
-
-
-__all__ = ["FORGET_AFTER_S", "STREAMS_MAX", "StreamTable", "TopicsFullError"]
