@@ -243,7 +243,7 @@ class Answerer(Generic[Q, A]):
     def ask(self, question: Q) -> asyncio.Future[A]:
         """Same as `put`; returns a future for the answer."""
         future: asyncio.Future[A] = self._loop.create_future()
-        self.put(question, functools.partial(_settle, future))
+        self.put(question, functools.partial(settle, future))
         return future
 
     def put(self, question: Q, receive: Receive[A]) -> None:
@@ -277,7 +277,8 @@ def give(batch: Sequence[tuple[Any, Receive[A]]], answers: Sequence[A | BaseExce
         receive(answer)
 
 
-def _settle(future: asyncio.Future[A], answer: A | BaseException) -> None:
+def settle(future: asyncio.Future[A], answer: A | BaseException) -> None:
+    """Give a future its result, or its error; nothing happens if nobody waits any more."""
     if future.done():
         return
     if isinstance(answer, BaseException):

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol, Self
 import structlog
 from google.protobuf.message import Message
 
+from storage.runtime import settle
 from uprotocol import uri as uris
 from uprotocol.core.usubscription import wire
 from uprotocol.core.usubscription.asking import CommandQueue, Services
@@ -412,10 +413,4 @@ class USubscriptionClient:
 
 def _settle(command: _ClientCommand, answer: Status | UStatusError) -> None:
     for future in command.waiting:
-        if future.done():
-            continue
-        if isinstance(answer, Status):
-            future.set_result(answer)
-        else:
-            future.set_exception(answer)
-            future.exception()  # mark as retrieved: the caller may be cancelled
+        settle(future, answer)

@@ -28,6 +28,7 @@ from history.reading.client import AGAIN, WAIT_MS_MAX, AnswerTimeout, FrontierPa
 from history.records.chunk import plain_address
 from history.records.limits import CONSUMER_LEASE_MS, PATTERNS_MAX, WINDOW_BYTES_MAX
 from history.records.record import Positions
+from storage.runtime import settle
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     CommandRequest,
     Frame,
@@ -446,12 +447,8 @@ class Commands:
 
     def _answer_hand_over(self, answer: list[Position] | Exception) -> None:
         asked, self._hand_over = self._hand_over, None
-        if asked is None or asked[1].done():
-            return
-        if isinstance(answer, Exception):
-            asked[1].set_exception(answer)
-        else:
-            asked[1].set_result(answer)
+        if asked is not None:
+            settle(asked[1], answer)
 
 
 class Following:
