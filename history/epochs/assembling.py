@@ -382,10 +382,8 @@ class Assembler:
     def _shrink(self) -> list[Assembled]:
         ready: list[Assembled] = []
         while self._bytes > self._bytes_max:
-            sizes = (
-                (one.bytes, key, time) for key, group in self._groups.items() for time, one in group.pending.items()
-            )
-            _, key, time = max(sizes, key=lambda one: one[0])
+            pending = ((key, time) for key, group in self._groups.items() for time in group.pending)
+            key, time = max(pending, key=lambda one: self._groups[one[0]].pending[one[1]].bytes)
             ready.append(self._deliver(key, self._groups[key], time, TOO_BIG))
         return ready
 

@@ -733,9 +733,8 @@ class Progress(GroupEpochs):
             time = time_of(one.time)
             held_times.append(time)
             self.publishers.setdefault((one.publisher.authority_name, one.publisher.ue_id), {})[time] = held
-        self.covered = dict.fromkeys(
-            map(time_of, report.kept.seen), ("", 0)
-        )  # the publisher matters only for times that are not held
+        # the publisher matters only for times that are not held
+        self.covered = dict.fromkeys(map(time_of, report.kept.seen), ("", 0))
         return held_times
 
 

@@ -32,9 +32,8 @@ INDEX: Final = "index"
 STRUCTURE: Final = "structure"  # SQLite's own pages, found while the log was in use
 NETWORK: Final = "network"  # a network lost messages before they arrived here; it is unknown which
 SUBSCRIPTIONS: Final = "subscriptions"  # the store beside the log lost changes of subscriptions
-DROPPED: Final = (
-    "dropped"  # messages that arrived, and were dropped although their network was told that they were taken
-)
+# messages that arrived, and were dropped although their network was told that they were taken
+DROPPED: Final = "dropped"
 EMPTIED: Final = "emptied"  # what is stored is new, and others knew what was stored before
 OTHERS: Final = frozenset({NETWORK, SUBSCRIPTIONS, DROPPED, EMPTIED})
 """Kinds of losses of other parts; kept here because a person has to see them, too."""

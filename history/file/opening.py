@@ -106,9 +106,8 @@ class Opening:
         self._check()
         db = file.connect()
         db.text_factory = any_text
-        if file.update(
-            file.version or LOG.version
-        ):  # 0: a bit of the header has flipped, since every log has a version
+        # version 0: a bit of the header has flipped, since every log has a version
+        if file.update(file.version or LOG.version):
             log.info("the log was migrated to the current format", path=str(self.path), version=LOG.version)
         self.loaded = Loading(db, marked, mark_trouble, self._now_ms(), self._runtime.random_bytes).run()
         if is_new or damage:

@@ -524,17 +524,16 @@ class Followers:
         removed = [one for one in last.values() if not one.follows and one.address in follower.topics]
         authority, all = follower.caller.authority_name, self._topics
         free = min(all.each_pieces_max - all.pieces_of(authority), all.pieces_max - all.pieces)
-        if len(added) - len(removed) > free:
-            what = (
-                f"{len(added) - len(removed)} topics more, but only {free} are free: follow patterns, or fewer topics"
-            )
+        more = len(added) - len(removed)
+        if more > free:
+            what = f"{more} topics more, but only {free} are free: follow patterns, or fewer topics"
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
         wild = len(follower.patterns) + sum(one.is_wild for one in added) - sum(one.is_wild for one in removed)
         if wild > WILDCARD_PATTERNS_MAX:
             what = f"at most {WILDCARD_PATTERNS_MAX} of the topics may have wildcards, got {wild}"
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
         follower.change(last.values())
-        all.add(authority, len(added) - len(removed))
+        all.add(authority, more)
 
     def sights_changed(self) -> None:
         """Callers may see other topics from now on. A follower that was denied one has to ask again: it is forgotten,
