@@ -25,7 +25,7 @@ from tools.broker import Broker
 from transports.dds import mapping as dds_mapping
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant
-from transports.dds.writers import Batch, WriterRoute, Writers
+from transports.dds.writers import Batch, Outgoing, WriterRoute, Writers
 from transports.mqtt5.mapping import Mapping, Mode
 from transports.zenoh import ZenohConfig
 from transports.zenoh import mapping as zenoh_mapping
@@ -130,7 +130,7 @@ async def _write(writers: Writers, route: WriterRoute, samples: list[bytes]) -> 
 
     def put_all() -> None:
         for place, sample in enumerate(samples):
-            writers.put(batch, place, route, sample)
+            writers.put(Outgoing(batch, place, route, sample))
 
     writers.submit(put_all)
     await written.wait()

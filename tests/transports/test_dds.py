@@ -32,7 +32,7 @@ from transports.dds import DdsTransport, mapping
 from transports.dds.config import HEARTBEAT_US, DdsConfig
 from transports.dds.link import Frame, Participant, delete, reliable
 from transports.dds.readers import NAMES_MAX
-from transports.dds.writers import Batch, WriterRoute, Writers
+from transports.dds.writers import Batch, Outgoing, WriterRoute, Writers
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
@@ -91,7 +91,7 @@ class Raw:
 
         def put_all() -> None:
             for place, sample in enumerate(samples):
-                self.writers.put(batch, place, route, sample)
+                self.writers.put(Outgoing(batch, place, route, sample))
 
         self.writers.submit(put_all)
         assert [status.code for status in written.get()] == [UCode.OK] * len(samples)

@@ -22,7 +22,7 @@ from transports.dds import DdsTransport, mapping
 from transports.dds import transport as transport_module
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant
-from transports.dds.writers import HELD_LOOK_S, Batch, WriterRoute, Writers
+from transports.dds.writers import HELD_LOOK_S, Batch, Outgoing, WriterRoute, Writers
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder, UPayload
@@ -314,7 +314,7 @@ class Sender:
 
         def put_all() -> None:
             for index, (route, data) in enumerate(messages):
-                self.writers.put(batch, index, route, data)
+                self.writers.put(Outgoing(batch, index, route, data))
                 if after is not None:
                     after()
 

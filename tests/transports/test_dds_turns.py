@@ -13,7 +13,7 @@ import pytest
 from transports.dds import writers as writers_module
 from transports.dds.config import DdsConfig
 from transports.dds.link import FairLock, Participant
-from transports.dds.writers import WRITERS_AT_ONCE, Batch, WriterRoute, Writers
+from transports.dds.writers import WRITERS_AT_ONCE, Batch, Outgoing, WriterRoute, Writers
 from uprotocol.status import OK
 from uprotocol.v1.ustatus_pb2 import UStatus
 
@@ -52,7 +52,7 @@ def test_what_has_a_writer_goes_before_the_next_ones_are_made(monkeypatch: pytes
             assert statuses == [OK]
             done.put((len(writers), name))
 
-        return lambda: writers.put(Batch(1, settled), 0, WriterRoute(name, 0, None), b"\0" * 64)
+        return lambda: writers.put(Outgoing(Batch(1, settled), 0, WriterRoute(name, 0, None), b"\0" * 64))
 
     try:
         writers.submit(put("known"))

@@ -27,7 +27,7 @@ from transports.dds.link import Participant, translated
 from transports.dds.probe import look_around
 from transports.dds.readers import ArrivedSample, Readers, Registrations
 from transports.dds.roll_call import RollCall, Seen
-from transports.dds.writers import IN_FLIGHT_MESSAGES_MAX, Batch, WriterRoute, Writers
+from transports.dds.writers import IN_FLIGHT_MESSAGES_MAX, Batch, Outgoing, WriterRoute, Writers
 from transports.listeners import Filter, KnownAddresses, all_of
 from uprotocol import attributes as attrs
 from uprotocol.cache import Cache
@@ -339,7 +339,7 @@ class DdsTransport(TransportBase):
             sample = mapping.encode(decoded(message))
         if len(sample) > self._sample_bytes_max:
             return too_large(len(sample), self._sample_bytes_max)
-        writers.put(batch, index, route, sample)
+        writers.put(Outgoing(batch, index, route, sample))
         return None
 
     def _route(self, attributes: UAttributes, stamp: Stamp | None) -> WriterRoute:

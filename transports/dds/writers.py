@@ -152,25 +152,22 @@ class Batch:
 UNMATCHED: Final = Matched(0, 0)
 
 WriterKey = tuple[str, int]  # partition and priority
-PutArguments = tuple[Batch, int, WriterRoute, bytes]  # of `Writers.put`
 
 
-class _Waiting(NamedTuple):
+class Outgoing(NamedTuple):
+    """A message of a batch, until its status is settled."""
+
     batch: Batch
-    message: int  # its index in `batch`
-    data: bytes
+    place: int  # in `batch`
     route: WriterRoute
-    since: float
+    data: bytes
 
     @property
     def tells_absence(self) -> bool:
         return self.batch.tells_absence and self.route.asks
 
-
-class _Unacknowledged(NamedTuple):
-    batch: Batch
-    message: int  # its index in `batch`
-    data: bytes
+    def settle(self, status: UStatus) -> None:
+        self.batch.settle(self.place, status)
 
 
 @dataclass(slots=True)
@@ -180,9 +177,9 @@ class _Writer:
     entity: DataWriter[Frame]
     lifespan_ms: int | None
     written: int = 0  # number of samples, and the number in the last one
-    waiting: deque[_Waiting] = field(default_factory=deque)
+    waiting: deque[tuple[Outgoing, float]] = field(default_factory=deque)  # each since when; time.monotonic()
     progress_at: float = 0.0  # when it last took a waiting message; time.monotonic()
-    unacknowledged: list[_Unacknowledged] = field(default_factory=list)  # written; not answered
+    unacknowledged: list[Outgoing] = field(default_factory=list)  # written; not answered
     # when the first of these was written, and when the last look found a new one; time.monotonic()
     unacknowledged_since: float = 0.0
     written_at: float = 0.0
@@ -357,7 +354,7 @@ class Writers:
         self._heard = heard
         self._writers: OrderedDict[WriterKey, _Writer] = OrderedDict()
         # messages for writers that are made next; bounded by the batches that callers wait for
-        self._without_writer: dict[WriterKey, list[PutArguments]] = {}
+        self._without_writer: dict[WriterKey, list[Outgoing]] = {}
         self._full: dict[int, _Writer] = {}  # by identity: writers with a queue
         self._held = _HeldWriters(participant)
         self._unacknowledged: OrderedDict[int, _Writer] = OrderedDict()  # by identity
@@ -463,43 +460,44 @@ class Writers:
 
     # one message
 
-    def put(self, batch: Batch, index: int, route: WriterRoute, data: bytes) -> None:
+    def put(self, message: Outgoing) -> None:
         """Write the sample or let it wait. Its status is settled then or later."""
+        batch, route = message.batch, message.route
         try:
             key = (route.partition, route.priority)
             writer = self._writers.get(key)
             if writer is None:
-                self._without_writer.setdefault(key, []).append((batch, index, route, data))
+                self._without_writer.setdefault(key, []).append(message)
                 return
             self._writers.move_to_end(key)
             if batch.tells_absence and route.asks and self._is_unheard(key, writer, batch):
-                batch.settle(index, batch.unheard[route.partition])
+                message.settle(batch.unheard[route.partition])
             elif writer.held or self._stopping or (writer.refusals and writer.must_refuse(batch)):
-                self._refuse(writer, batch, index)
-            elif self._late and self._late.take(writer.partition, data):
-                batch.settle(index, OK)
+                self._refuse(writer, message)
+            elif self._late and self._late.take(writer.partition, message.data):
+                message.settle(OK)
             elif writer.waiting or self._must_drain(writer, batch):
-                self._wait(writer, batch, index, route, data)
-            elif self._write(writer, batch, index, route, data):
+                self._wait(writer, message)
+            elif self._write(writer, message):
                 return
             elif self._hold_if_suspect(writer):
-                self._refuse(writer, batch, index)
+                self._refuse(writer, message)
             else:
-                self._wait(writer, batch, index, route, data)
+                self._wait(writer, message)
         except DDSException as error:  # not `translated`: a context manager costs as much as the rest of this function
-            batch.settle(index, translate(error, f"writing to {route.partition}").status)
+            message.settle(translate(error, f"writing to {route.partition}").status)
 
-    def _write(self, writer: _Writer, batch: Batch, index: int, route: WriterRoute, data: bytes) -> bool:
+    def _write(self, writer: _Writer, message: Outgoing) -> bool:
         """False if the writer is full. Otherwise the message is answered when it is acknowledged. Raises
         DDSException."""
         is_first = not writer.unacknowledged
         if is_first:
-            if writer.asked_batch != batch.number:  # else `has_reader` has read it
+            if writer.asked_batch != message.batch.number:  # else `has_reader` has read it
                 writer.read_matched()
             writer.readers.begin(writer.matched, partial(self._readers_of, writer))
-        if not writer.write(data, route.lifespan_ms):
+        if not writer.write(message.data, message.route.lifespan_ms):
             return False
-        writer.unacknowledged.append(_Unacknowledged(batch, index, data))
+        writer.unacknowledged.append(message)
         if is_first:
             writer.unacknowledged_since = writer.written_at = time.monotonic()
             writer.written_then = writer.written
@@ -554,7 +552,7 @@ class Writers:
         for key in list(itertools.islice(self._without_writer, WRITERS_AT_ONCE)):
             messages = self._without_writer.pop(key)
             try:
-                self._make(key, messages[0][2].lifespan_ms)
+                self._make(key, messages[0].route.lifespan_ms)
             except Exception as error:  # each message gets an answer
                 if isinstance(error, DDSException):
                     error = translate(error, f"making a writer for {key[0]}")
@@ -562,11 +560,11 @@ class Writers:
                     log.exception("a DDS writer could not be made", partition=key[0])
                     error = UStatusError(UCode.INTERNAL, f"no DDS writer could be made for {key[0]}: {error!r}")
                 status = error.status
-                for batch, index, _, _ in messages:
-                    batch.settle(index, status)
+                for message in messages:
+                    message.settle(status)
             else:
                 for message in messages:
-                    self.put(*message)
+                    self.put(message)
             if time.monotonic() >= until:
                 break
 
@@ -607,17 +605,17 @@ class Writers:
                 return key if writer.is_idle or self._settle(writer) is AckState.ACKNOWLEDGED else None
         return None
 
-    def _wait(self, writer: _Writer, batch: Batch, index: int, route: WriterRoute, data: bytes) -> None:
-        if self._stopping or not self._has_capacity(writer, len(data)):
-            self._refuse(writer, batch, index)
+    def _wait(self, writer: _Writer, message: Outgoing) -> None:
+        if self._stopping or not self._has_capacity(writer, len(message.data)):
+            self._refuse(writer, message)
             return
         now = time.monotonic()
         if not writer.waiting:
             writer.progress_at, self._pause_s = now, WRITE_RETRY_S_MIN
             self._full[id(writer)] = writer
-        writer.waiting.append(_Waiting(batch, index, data, route, now))
+        writer.waiting.append((message, now))
         self._waiting_messages += 1
-        self._waiting_bytes += len(data)
+        self._waiting_bytes += len(message.data)
 
     def _has_capacity(self, writer: _Writer, octets: int) -> bool:
         return (
@@ -626,12 +624,12 @@ class Writers:
             and (self._waiting_bytes + octets <= WRITES_WAITING_BYTES_MAX or not self._waiting_messages)
         )
 
-    def _refuse(self, writer: _Writer, batch: Batch, index: int) -> None:
+    def _refuse(self, writer: _Writer, message: Outgoing) -> None:
         """Answer UNAVAILABLE, as to all later messages of that batch for that writer: so the order survives a retry."""
-        writer.note_refusal(batch)
+        writer.note_refusal(message.batch)
         self.refused += 1
         why = CLOSING if self._stopping else "a receiver has not taken what was sent before: try again when it keeps up"
-        batch.settle(index, UStatus(code=UCode.UNAVAILABLE, message=f"{writer.partition}: {why}"))
+        message.settle(UStatus(code=UCode.UNAVAILABLE, message=f"{writer.partition}: {why}"))
 
     # waiting messages
 
@@ -701,7 +699,7 @@ class Writers:
         answered, writer.unacknowledged = writer.unacknowledged, []
         self._unacknowledged.pop(id(writer), None)
         for one in answered:
-            one.batch.settle(one.message, status)
+            one.settle(status)
 
     def _give_up(self, writer: _Writer, why: str) -> None:
         """Answer UNAVAILABLE to what was written and is not acknowledged, and to all that waits behind it."""
@@ -751,7 +749,7 @@ class Writers:
         has_reader: bool | None = None  # None: not asked yet
         try:
             while waiting:
-                first = waiting[0]
+                first, _ = waiting[0]
                 if self._must_drain(writer, first.batch):
                     break
                 if first.tells_absence and has_reader is None:
@@ -759,45 +757,38 @@ class Writers:
                 if first.tells_absence and not has_reader:  # its readers ended while it waited
                     self._note_unheard((first.route.partition, first.route.priority), first.batch)
                     writer.unheard_batch = first.batch
-                    self._take_out(writer, first.batch.unheard[first.route.partition])
-                elif self._write(writer, first.batch, first.message, first.route, first.data):
-                    self._drop_first(writer)
+                    self._take_first(writer).settle(first.batch.unheard[first.route.partition])
+                elif self._write(writer, first):
+                    self._take_first(writer)
                 else:
                     break
                 progressed = True
         except DDSException as error:
-            self._take_out(writer, translate(error, f"writing to {writer.partition}").status)
+            self._take_first(writer).settle(translate(error, f"writing to {writer.partition}").status)
         if progressed:
             writer.progress_at = now
         if not waiting:
             self._full.pop(id(writer), None)
-        elif now - writer.progress_at >= self._timeout_s or now - waiting[0].since >= TIMEOUTS_MAX * self._timeout_s:
+        elif now - writer.progress_at >= self._timeout_s or now - waiting[0][1] >= TIMEOUTS_MAX * self._timeout_s:
             self._hold(writer)
         return progressed
 
-    def _take_out(self, writer: _Writer, status: UStatus | None = None) -> None:
-        """Take the first waiting message out, and answer it with `status`, or refuse it (None)."""
-        one = self._drop_first(writer)
-        if status is not None:
-            one.batch.settle(one.message, status)
-        else:
-            self._refuse(writer, one.batch, one.message)
-
-    def _drop_first(self, writer: _Writer) -> _Waiting:
-        first = writer.waiting.popleft()
+    def _take_first(self, writer: _Writer) -> Outgoing:
+        """Take the first waiting message out."""
+        first, _ = writer.waiting.popleft()
         self._waiting_messages -= 1
         self._waiting_bytes -= len(first.data)
         return first
 
     def _fail(self, writer: _Writer) -> None:
         while writer.waiting:
-            self._take_out(writer)
+            self._refuse(writer, self._take_first(writer))
         self._full.pop(id(writer), None)
 
     def _fail_all(self) -> None:
         for messages in self._without_writer.values():
-            for batch, index, route, _ in messages:
-                batch.settle(index, UStatus(code=UCode.UNAVAILABLE, message=f"{route.partition}: {CLOSING}"))
+            for message in messages:
+                message.settle(UStatus(code=UCode.UNAVAILABLE, message=f"{message.route.partition}: {CLOSING}"))
         self._without_writer.clear()
         for writer in list(self._full.values()):
             self._fail(writer)
