@@ -6,12 +6,12 @@ from transports.dds.acknowledgements import (
     NOTED_S,
     AckState,
     Departures,
-    LateSamples,
     Matched,
     ReaderWatch,
     digest_of,
     judge,
 )
+from transports.dds.link import Remembered
 from transports.dds.writers import Batch
 
 RELIABLE, BEST_EFFORT = True, False
@@ -176,14 +176,11 @@ def test_the_verdict(*, is_drained: bool, has_lost_reader: bool, waited_s: float
     assert judged is verdict
 
 
-def test_a_late_sample_is_taken_once_and_the_oldest_ones_are_forgotten() -> None:
-    late = LateSamples(samples_max=2)
-    late.add([digest_of("p", b"%d" % n) for n in range(3)])
-    assert len(late) == 2
-    assert not late.take("p", b"0")
-    assert not late.take("q", b"1")  # another writer
-    assert late.take("p", b"1")
-    assert not late.take("p", b"1")
+def test_the_oldest_late_samples_are_forgotten_and_those_of_other_writers_differ() -> None:
+    late: Remembered[bytes, bool] = Remembered(2)
+    late.update(dict.fromkeys([digest_of("p", b"%d" % n) for n in range(3)], True))
+    assert list(late) == [digest_of("p", b"1"), digest_of("p", b"2")]
+    assert digest_of("q", b"1") not in late  # another writer
 
 
 def test_a_refusal_concerns_all_batches_that_were_sent_before_its_answer_arrived() -> None:

@@ -13,15 +13,10 @@ change. So the list is read after `drained`. The counts reveal a reader that has
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Final, NamedTuple
-
-# samples that were acknowledged too late and will be sent again, in all writers: some 100 octets of memory each. Those
-# that are forgotten come twice
-LATE_SAMPLES_MAX: Final = 65_536
 
 NOTED_S: Final = 3_600.0  # so long a departure is worth a note
 
@@ -129,34 +124,6 @@ class Departures:
             f"{self.count} time(s) a DDS receiver left before it had acknowledged what was sent to it, the last one at "
             f"{at} on {self._last[1]}: that is sent again, and other receivers may get it twice"
         ]
-
-
-class LateSamples:
-    """Samples that were acknowledged after their sender had been told to send them again, for all writers. So a
-    receiver that is slower than the time-out gets each once, and its sender makes progress."""
-
-    def __init__(self, samples_max: int = LATE_SAMPLES_MAX) -> None:
-        self._samples: OrderedDict[bytes, None] = OrderedDict()
-        self._samples_max = samples_max
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def add(self, digests: list[bytes]) -> None:
-        self._samples.update(dict.fromkeys(digests))
-        while len(self._samples) > self._samples_max:
-            self._samples.popitem(last=False)
-
-    def take(self, partition: str, data: bytes) -> bool:
-        """True if this sample has been acknowledged. It is forgotten then."""
-        digest = digest_of(partition, data)
-        if digest not in self._samples:
-            return False
-        del self._samples[digest]
-        return True
-
-    def clear(self) -> None:
-        self._samples.clear()
 
 
 def digest_of(partition: str, data: bytes) -> bytes:

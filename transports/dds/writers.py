@@ -37,7 +37,7 @@ from cyclonedds.pub import DataWriter, Publisher
 from cyclonedds.qos import Policy, Qos
 
 from transports.dds import mapping
-from transports.dds.acknowledgements import AckState, Departures, LateSamples, Matched, ReaderWatch, digest_of, judge
+from transports.dds.acknowledgements import AckState, Departures, Matched, ReaderWatch, digest_of, judge
 from transports.dds.link import (
     FAILED_TURN_S,
     INFINITE_NS,
@@ -70,6 +70,9 @@ PENDING_LOOKS_MIN: Final = 16
 PENDING_LOOKS_PART: Final = 8
 # A writer that always writes is never drained. After so long it writes nothing until it is: a round trip
 ACK_ROUND_S: Final = 0.05
+# samples that were acknowledged too late and will be sent again, in all writers: some 100 octets of memory each. Those
+# that are forgotten come twice
+LATE_SAMPLES_MAX: Final = 65_536
 RELIABILITIES_MAX: Final = 65_536  # readers of which is kept whether they are reliable
 WRITE_RETRY_S_MAX: Final = 0.02  # while nobody acknowledges; 50 tries a second cost nothing
 LAST_ACKS_S_MAX: Final = 1.0  # for the last acknowledgements of all writers together, when the transport is closed
@@ -359,7 +362,9 @@ class Writers:
         self._held = _HeldWriters(participant)
         self._unacknowledged: OrderedDict[int, _Writer] = OrderedDict()  # by identity
         self._ack_pause_s = WRITE_RETRY_S_MIN
-        self._late = LateSamples()
+        # digests of samples that were acknowledged after their sender had been told to send them again -> True. So a
+        # receiver that is slower than the time-out gets each once, and its sender makes progress
+        self._late: Remembered[bytes, bool] = Remembered(LATE_SAMPLES_MAX)
         self._reliabilities: Remembered[int, bool] = Remembered(RELIABILITIES_MAX)  # by handle of a reader
         # writers that had no reader, each in `_writers`, too -> the last batch that was answered so; None
         # once all its messages are answered
@@ -474,7 +479,7 @@ class Writers:
                 message.settle(batch.unheard[route.partition])
             elif writer.held or self._stopping or (writer.refusals and writer.must_refuse(batch)):
                 self._refuse(writer, message)
-            elif self._late and self._late.take(writer.partition, message.data):
+            elif self._late and self._late.pop(digest_of(writer.partition, message.data), False):
                 message.settle(OK)
             elif writer.waiting or self._must_drain(writer, batch):
                 self._wait(writer, message)
@@ -724,7 +729,7 @@ class Writers:
         late, writer.late = writer.late, []
         with contextlib.suppress(DDSException):  # not known: it is sent again
             if late and not self._has_lost_reader(writer):
-                self._late.add(late)
+                self._late.update(dict.fromkeys(late, True))
 
     def _look_for_readers(self) -> None:
         """Report the partitions that have a reader now. A writer whose batch is not answered yet waits for that: its
