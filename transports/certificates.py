@@ -197,6 +197,18 @@ def load_pair(context: ssl.SSLContext, certificate: Path, key: Path | None) -> N
     context.load_cert_chain(certificate, key, password="")  # without, OpenSSL asks on the terminal
 
 
+def client_context(ca: Path | None, certificate: Path | None, key: Path | None) -> ssl.SSLContext:
+    """Trusts the certificates in `ca` (None: the system's), and shows our own. Blocks. Raises FAILED_PRECONDITION."""
+    try:
+        context = ssl.create_default_context(cafile=ca)
+        if certificate is not None and key is not None:
+            load_pair(context, certificate, key)
+    except (OSError, ValueError) as error:
+        files = ", ".join(str(file) for file in (ca, certificate, key) if file is not None)
+        raise UStatusError(UCode.FAILED_PRECONDITION, f"the TLS files {files} can't be used: {error}") from None
+    return context
+
+
 @dataclass(slots=True)
 class _WatchedFile:
     """The state of one file."""

@@ -19,7 +19,7 @@ from typing import Final, Protocol
 import structlog
 
 from transports.base import NOT_OPEN
-from transports.certificates import TlsFiles, load_pair
+from transports.certificates import TlsFiles, client_context
 from transports.mqtt5 import packets, reasons, wire
 from transports.mqtt5.config import Mqtt5Config, TlsConfig, first_line
 from transports.mqtt5.connection import (
@@ -364,13 +364,7 @@ def _password(config: Mqtt5Config) -> str | None:
 
 
 def _tls_context(tls: TlsConfig, alpn: list[str]) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=tls.ca_file)
-        if tls.cert_file is not None:
-            load_pair(context, tls.cert_file, tls.key_file)
-    except (OSError, ValueError) as error:
-        files = ", ".join(str(file) for file in (tls.ca_file, tls.cert_file, tls.key_file) if file is not None)
-        raise UStatusError(UCode.FAILED_PRECONDITION, f"the TLS files {files} can't be used: {error}") from None
+    context = client_context(tls.ca_file, tls.cert_file, tls.key_file)
     if alpn:
         context.set_alpn_protocols(alpn)
     if tls.insecure:

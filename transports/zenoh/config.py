@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +18,10 @@ import zenoh
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from transports.base import TransportSettings
-from transports.certificates import CertificateFile, TlsFiles, load_pair
+from transports.certificates import CertificateFile, TlsFiles, client_context
 from transports.zenoh.sender import words
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import ENVELOPE_BYTES_MAX, MESSAGE_BYTES_MAX
-from uprotocol.v1.ucode_pb2 import UCode
 
 # Zenoh drops larger messages without a report; we drop and count smaller ones that exceed our own limit
 REASSEMBLY_FACTOR: Final = 2
@@ -123,7 +121,9 @@ class ZenohConfig(TransportSettings):
         tls, listens = self.tls, any(one.startswith(("tls/", "quic/")) for one in self.listen)
         if tls is None or not (listens or (self.config_file is not None and not self.listen)):
             return None
-        return TlsFiles((tls.root_ca, tls.certificate, tls.private_key), functools.partial(_context, tls))
+        files = (tls.root_ca, tls.certificate, tls.private_key)
+        # the context shows that the files can be loaded; Zenoh itself reads them again
+        return TlsFiles(files, functools.partial(client_context, *files))
 
     @property
     def stall_s(self) -> float:
@@ -224,20 +224,6 @@ def _stall_mistake(made: zenoh.Config) -> str:
         f"without one keep-alive interval ({KEEP_ALIVE}, {keep_alives} in a lease), or one peer that reads nothing "
         f"ends the links of the others. Lower stall_ms_max, or raise {LEASE} in settings or config_file"
     )
-
-
-def _context(tls: ZenohTlsConfig) -> ssl.SSLContext:
-    """Checks that the files can be loaded. Zenoh itself reads them again."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        if tls.root_ca is not None:
-            context.load_verify_locations(tls.root_ca)
-        if tls.certificate is not None and tls.private_key is not None:
-            load_pair(context, tls.certificate, tls.private_key)
-    except (OSError, ValueError) as error:
-        files = ", ".join(str(file) for file in (tls.root_ca, tls.certificate, tls.private_key) if file is not None)
-        raise UStatusError(UCode.FAILED_PRECONDITION, f"the TLS files {files} can't be used: {error}") from None
-    return context
 
 
 def linked(
