@@ -27,7 +27,9 @@ from uprotocol.status import OK as OK  # for transports: the status of a message
 from uprotocol.status import UStatusError, code_name
 from uprotocol.transport import (
     ConnectionCallback,
+    HeardCallback,
     LocalUriProvider,
+    LossCallback,
     ProbeResult,
     ProbeVerdict,
     TtlCounts,
@@ -170,6 +172,8 @@ class TransportBase(UTransport):
         self.registering = asyncio.Lock()  # never `listen` and `unlisten` at once
         self._connected, self._away_because = False, ""
         self._on_connection: list[ConnectionCallback] = []
+        self._on_heard: list[HeardCallback] = []
+        self._on_loss: list[LossCallback] = []
 
     @property
     def dropped(self) -> Counter[str]:
@@ -205,6 +209,12 @@ class TransportBase(UTransport):
 
     def on_connection(self, callback: ConnectionCallback) -> None:
         self._on_connection.append(callback)
+
+    def on_heard(self, callback: HeardCallback) -> None:
+        self._on_heard.append(callback)
+
+    def on_loss(self, callback: LossCallback) -> None:
+        self._on_loss.append(callback)
 
     async def register_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None

@@ -30,9 +30,7 @@ from uprotocol import uri as uris
 from uprotocol.status import UStatusError, is_nobody_listening, nobody_listens
 from uprotocol.transport import (
     Capability,
-    HeardCallback,
     LocalUriProvider,
-    LossCallback,
     ProbeRequest,
     ProbeResult,
     ProbeVerdict,
@@ -248,8 +246,6 @@ class LocalTransport(TransportBase):
             gathers=False,
         )
         self._for_pull = Kept()
-        self._on_heard: list[HeardCallback] = []
-        self._on_loss: list[LossCallback] = []
         self.was_unheard = False  # answered `nobody_listens`, and not yet notified that somebody listens
         # callbacks run in the owner's context, not in that of the caller that breaks the network
         self._context = contextvars.copy_context()
@@ -338,12 +334,6 @@ class LocalTransport(TransportBase):
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
         return await self.network.send(self, messages)
-
-    def on_heard(self, callback: HeardCallback) -> None:
-        self._on_heard.append(callback)
-
-    def on_loss(self, callback: LossCallback) -> None:
-        self._on_loss.append(callback)
 
     def report_loss(self, what: str, messages: int) -> None:
         """The network has lost so many messages, as a network with faults does."""

@@ -35,7 +35,7 @@ from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.tasks import end
-from uprotocol.transport import Capability, HeardCallback, LocalUriProvider, ProbeRequest, ProbeResult, UListener
+from uprotocol.transport import Capability, LocalUriProvider, ProbeRequest, ProbeResult, UListener
 from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -100,6 +100,9 @@ class DdsTransport(TransportBase):
     messages that were sent to us and never came (lost, lost_or_expired). `troubles` names participants that hold back
     what we send or can't communicate with us. DDS has no connection to lose, so the transport is connected while it is
     open, except while it joins the domain again because this host has other addresses.
+
+    `on_heard` reports each partition once, within a quarter of a second after DDS has matched a reader; never, if its
+    writer was closed meanwhile to make room for another one. None: the domain was joined again.
     """
 
     capabilities = (
@@ -125,7 +128,6 @@ class DdsTransport(TransportBase):
         self._session: _Session | None = None
         self._opening = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None  # checks the addresses of this host
-        self._on_heard: list[HeardCallback] = []
 
     def __repr__(self) -> str:
         session = self._session
@@ -279,11 +281,6 @@ class DdsTransport(TransportBase):
     def address_of(self, source: UUri, sink: UUri | None) -> str:
         """The DDS partition of its writer (docs/dds-mapping.md, section 4)."""
         return mapping.writer_partition(source, sink, self.authority)
-
-    def on_heard(self, callback: HeardCallback) -> None:
-        """Each partition is reported once, within a quarter of a second after DDS has matched a reader; never, if its
-        writer was closed meanwhile to make room for another one. None: the domain was joined again."""
-        self._on_heard.append(callback)
 
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
         """Answers when all readers have acknowledged.

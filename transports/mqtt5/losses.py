@@ -17,6 +17,7 @@ import json
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -100,9 +101,10 @@ class Losses:
     start, so that no later process resumes it.
     """
 
-    def __init__(self, address: str, session: str | None, counters: Counter[str]) -> None:
-        self._address, self._session, self._counters = address, session, counters
-        self.callbacks: list[LossCallback] = []
+    def __init__(
+        self, address: str, session: str | None, counters: Counter[str], callbacks: Sequence[LossCallback] = ()
+    ) -> None:
+        self._address, self._session, self._counters, self._callbacks = address, session, counters, callbacks
         self._dropped = DropCount()
         self.behind = False  # so many messages are unacknowledged that the broker may have to queue
         self._is_published = True  # the broker may publish its count
@@ -254,7 +256,7 @@ class Losses:
 
     def _report(self, text: str, messages: int | None) -> None:
         log.error("the broker has lost messages", what=text)
-        tell(self.callbacks, text, messages)
+        tell(self._callbacks, text, messages)
 
 
 def _is_filter(found: object) -> bool:

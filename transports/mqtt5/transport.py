@@ -38,7 +38,7 @@ from uprotocol import attributes as attrs
 from uprotocol.encoded import Carried
 from uprotocol.pacing import Pace
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, LocalUriProvider, LossCallback, ProbeRequest, ProbeResult, UListener
+from uprotocol.transport import Capability, LocalUriProvider, ProbeRequest, ProbeResult, UListener
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -79,7 +79,10 @@ class Mqtt5Transport(TransportBase):
         self.on_pubacks = self._window.on_pubacks  # for the connection
         is_resumed = config.client_id is not None and config.session_expiry_s > 0
         self._losses = Losses(
-            link.address, f"{config.client_id}{ADDRESS}{link.address}" if is_resumed else None, self.dropped
+            link.address,
+            f"{config.client_id}{ADDRESS}{link.address}" if is_resumed else None,
+            self.dropped,
+            self._on_loss,
         )
         self._has_session = False  # the broker keeps one for us, as far as is known
         self._resumed_session = False
@@ -94,9 +97,6 @@ class Mqtt5Transport(TransportBase):
             f"Mqtt5Transport({self.authority}, {self._config.mode}, {self._link.address}, {state}, "
             f"{self._session}, {self._window}, {self._receiver.arrivals})"
         )
-
-    def on_loss(self, callback: LossCallback) -> None:
-        self._losses.callbacks.append(callback)
 
     def remember_in(self, file: str) -> None:
         self._losses.remember_in(Path(file))

@@ -44,7 +44,7 @@ from uprotocol.encoded import Carried
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.tasks import end, wait_until, wait_within
-from uprotocol.transport import Capability, HeardCallback, LocalUriProvider, ProbeRequest, ProbeResult, UListener
+from uprotocol.transport import Capability, LocalUriProvider, ProbeRequest, ProbeResult, UListener
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -296,7 +296,6 @@ class ZenohTransport(TransportBase):
         self._cut_until = 0.0  # until then the only linked peer may be one that was cut off; loop time
         self._peer_lost = asyncio.Event()
         self._sends: set[asyncio.Future[list[UStatus]]] = set()  # under way on the sender thread
-        self._on_heard: list[HeardCallback] = []
         self._news = HeardNews(self._sends, lambda keys: tell(self._on_heard, keys))
         self._unprobed = 0  # in earlier sessions
         self._older = OlderLayout(self.authority)
@@ -345,9 +344,6 @@ class ZenohTransport(TransportBase):
                 address = super().address_of(source, sink)
             self._addresses[pair] = address
         return address
-
-    def on_heard(self, callback: HeardCallback) -> None:
-        self._on_heard.append(callback)
 
     async def open(self) -> None:
         """Raises UNAVAILABLE if nothing in `connect` answers, FAILED_PRECONDITION for a port in use, INVALID_ARGUMENT
