@@ -37,20 +37,18 @@ class TlsConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    ca_file: Path | None = Field(default=None, description="trusted certificates; default: the system's")
-    cert_file: Path | None = Field(
-        default=None,
-        description="our own certificate, and its chain up to the CA; all three files are read at each connect, so a "
-        "certificate can be renewed while running",
-    )
-    key_file: Path | None = Field(default=None, description="its private key")
-    insecure: bool = Field(default=False, description="don't check the broker's certificate: for tests only")
-    alpn: list[str] = Field(
-        default=[],
-        max_length=ALPN_NAMES_MAX,
-        description="protocol names to offer (ALPN), if a port serves several protocols: AWS IoT Core on port 443 "
-        "needs `x-amzn-mqtt-ca`, with a custom authorizer `mqtt`",
-    )
+    ca_file: Path | None = None
+    """trusted certificates; default: the system's"""
+    cert_file: Path | None = None
+    """our own certificate, and its chain up to the CA; all three files are read at each connect, so a certificate can
+    be renewed while running"""
+    key_file: Path | None = None
+    """its private key"""
+    insecure: bool = False
+    """don't check the broker's certificate: for tests only"""
+    alpn: list[str] = Field(default=[], max_length=ALPN_NAMES_MAX)
+    """protocol names to offer (ALPN), if a port serves several protocols: AWS IoT Core on port 443 needs
+    `x-amzn-mqtt-ca`, with a custom authorizer `mqtt`"""
 
     @field_validator("alpn")
     @classmethod
@@ -73,15 +71,13 @@ class WebSocketConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: str = Field(default="/mqtt", description="of the URL")
-    headers: dict[str, SecretStr] = Field(
-        default={}, description="further headers of the HTTP request that opens the WebSocket: name = value"
-    )
-    secret_headers: dict[str, Path] = Field(
-        default={},
-        description="the same, with the value in the first line of a file (name = path); read at each connect, so a "
-        "token can be changed while running",
-    )
+    path: str = "/mqtt"
+    """of the URL"""
+    headers: dict[str, SecretStr] = {}
+    """further headers of the HTTP request that opens the WebSocket: name = value"""
+    secret_headers: dict[str, Path] = {}
+    """the same, with the value in the first line of a file (name = path); read at each connect, so a token can be
+    changed while running"""
 
     @field_validator("path")
     @classmethod
@@ -111,79 +107,49 @@ class WebSocketConfig(BaseModel):
 class Mqtt5Config(TransportSettings):
     """The settings of an MQTT 5 transport (docs/mqtt5.md)."""
 
-    host: str = Field(default="127.0.0.1", min_length=1, description="of the broker")
-    port: int = Field(default=1883, ge=1, le=65_535, description="usually 1883, with TLS 8883")
-    mode: Mode = Field(
-        default=Mode.IN_VEHICLE,
-        description="which topics: of a vehicle's own network, or between authorities; see below",
-    )
-    client_id: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=200,
-        description="names the session; default: a new one at each start. Two clients with one name end each other's "
-        "connections",
-    )
-    clean_start: bool = Field(
-        default=False,
-        description="forget the session that an earlier start with this `client_id` left at the broker; reconnections "
-        "resume the new one",
-    )
-    session_expiry_s: int = Field(
-        default=300,
-        ge=0,
-        le=0xFFFF_FFFF,
-        description="how long the broker keeps subscriptions and messages while there is no connection; 0: not at all, "
-        "4294967295: for ever",
-    )
-    keep_alive_s: int = Field(
-        default=30, ge=1, le=65_535, description="after twice that without a sign of the broker, we reconnect"
-    )
-    username: str | None = Field(default=None, description="our login, unless the broker uses our certificate")
-    password: SecretStr | None = Field(default=None, description="of `username`; or `password_file`")
-    password_file: Path | None = Field(
-        default=None,
-        description="its first line is the password; read at each connect, so a password can be changed while running",
-    )
-    tls: TlsConfig | None = Field(
-        default=None, description="encrypt; an empty table suffices if the system trusts the broker's certificate"
-    )
-    websocket: WebSocketConfig | None = Field(
-        default=None,
-        description="MQTT over WebSocket, `wss` with `tls`; an empty table suffices for the path /mqtt. Proxies from "
-        "the environment (HTTPS_PROXY) are not used",
-    )
-    receive_maximum: int = Field(
-        default=2_048, ge=1, le=65_535, description="messages that the broker may send ahead of our acknowledgement"
-    )
-    in_flight_max: int = Field(
-        default=8_192,
-        ge=1,
-        le=65_000,
-        description="messages that we send ahead of the broker's acknowledgement, if the round trip is long; it may "
-        "ask for fewer (mosquitto: `max_inflight_messages`, 20 unless set)",
-    )
-    messages_per_s: int | None = Field(
-        default=None,
-        ge=10,
-        description="messages that we send in any one second, for a broker that throws more away (AWS IoT Core: 100). "
-        "Further messages wait here",
-    )
-    connect_timeout_ms: int = Field(
-        default=5_000,
-        ge=1,
-        description="for each step: name look-up, an address, TLS, the upgrade to a WebSocket, the answer to CONNECT",
-    )
-    sys_topics: bool = Field(
-        default=True,
-        description="subscribe to the broker's count of dropped messages (`$SYS/broker/publish/messages/dropped`), "
-        "which mosquitto has. A broker that hangs up over it (rumqttd) is asked once a day: false avoids that",
-    )
-    ttl_reading: TtlReading = Field(
-        default=TtlReading.RESTORED,
-        description="the ttl of a message that has waited: as its sender set it, or what the broker has left of it, as "
-        'in the specification; see "Time to live"',
-    )
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """of the broker"""
+    port: int = Field(default=1883, ge=1, le=65_535)
+    """usually 1883, with TLS 8883"""
+    mode: Mode = Mode.IN_VEHICLE
+    """which topics: of a vehicle's own network, or between authorities; see below"""
+    client_id: str | None = Field(default=None, min_length=1, max_length=200)
+    """names the session; default: a new one at each start. Two clients with one name end each other's connections"""
+    clean_start: bool = False
+    """forget the session that an earlier start with this `client_id` left at the broker; reconnections resume the new
+    one"""
+    session_expiry_s: int = Field(default=300, ge=0, le=0xFFFF_FFFF)
+    """how long the broker keeps subscriptions and messages while there is no connection; 0: not at all, 4294967295: for
+    ever"""
+    keep_alive_s: int = Field(default=30, ge=1, le=65_535)
+    """after twice that without a sign of the broker, we reconnect"""
+    username: str | None = None
+    """our login, unless the broker uses our certificate"""
+    password: SecretStr | None = None
+    """of `username`; or `password_file`"""
+    password_file: Path | None = None
+    """its first line is the password; read at each connect, so a password can be changed while running"""
+    tls: TlsConfig | None = None
+    """encrypt; an empty table suffices if the system trusts the broker's certificate"""
+    websocket: WebSocketConfig | None = None
+    """MQTT over WebSocket, `wss` with `tls`; an empty table suffices for the path /mqtt. Proxies from the environment
+    (HTTPS_PROXY) are not used"""
+    receive_maximum: int = Field(default=2_048, ge=1, le=65_535)
+    """messages that the broker may send ahead of our acknowledgement"""
+    in_flight_max: int = Field(default=8_192, ge=1, le=65_000)
+    """messages that we send ahead of the broker's acknowledgement, if the round trip is long; it may ask for fewer
+    (mosquitto: `max_inflight_messages`, 20 unless set)"""
+    messages_per_s: int | None = Field(default=None, ge=10)
+    """messages that we send in any one second, for a broker that throws more away (AWS IoT Core: 100). Further messages
+    wait here"""
+    connect_timeout_ms: int = Field(default=5_000, ge=1)
+    """for each step: name look-up, an address, TLS, the upgrade to a WebSocket, the answer to CONNECT"""
+    sys_topics: bool = True
+    """subscribe to the broker's count of dropped messages (`$SYS/broker/publish/messages/dropped`), which mosquitto
+    has. A broker that hangs up over it (rumqttd) is asked once a day: false avoids that"""
+    ttl_reading: TtlReading = TtlReading.RESTORED
+    """the ttl of a message that has waited: as its sender set it, or what the broker has left of it, as in the
+    specification; see "Time to live" """
 
     @property
     def certificate_files(self) -> list[CertificateFile]:
