@@ -73,14 +73,9 @@ class HistorySession:
 
     # -- from any thread
 
-    def run(self, call: Coroutine[Any, Any, T], limit_s: float | None = None) -> T:
-        """Run `call` on the loop and return its result. Raises DEADLINE_EXCEEDED after `limit_s`."""
-        future = self.submit(call)
-        try:
-            return future.result(limit_s)
-        except TimeoutError:
-            future.cancel()
-            raise UStatusError(UCode.DEADLINE_EXCEEDED, f"no answer within {limit_s:g} s") from None
+    def run(self, call: Coroutine[Any, Any, T]) -> T:
+        """Run `call` on the loop and return its result."""
+        return self.submit(call).result()
 
     def submit(self, call: Coroutine[Any, Any, T]) -> Future[T]:
         if self._loop is None:
@@ -304,13 +299,13 @@ class _Reading:
                 continue
             # `next` names every log of the streamer
             if all(position.incarnation.hex() != range.incarnation for position in response.next):
-                self._lost(LogLoss(range.incarnation, self._position, 0, Gap.REASON_INCARNATION))
+                self._on_loss(LogLoss(range.incarnation, self._position, 0, Gap.REASON_INCARNATION), range)
                 return
             back = next((loss for loss in losses(response, self._known, range.incarnation) if loss.went_back), None)
             if back is not None:
                 if is_back:
                     return  # it ends before this range
-                self._lost(back)
+                self._on_loss(back, range)
                 is_back, self._known = True, {}
                 continue  # the records of this answer may begin before the range
             before, self._position = self._position, self._next(response)
@@ -334,12 +329,9 @@ class _Reading:
         for loss in losses(response, self._known, range.incarnation):
             if loss.after < range.until:
                 low, high = max(loss.after, after), min(loss.before, range.until + 1)
-                self._lost(LogLoss(range.incarnation, low, high, loss.reason))
+                self._on_loss(LogLoss(range.incarnation, low, high, loss.reason), range)
                 position = max(position, loss.before - 1)
         return position
-
-    def _lost(self, loss: LogLoss) -> None:
-        self._on_loss(loss, self.range)
 
 
 def range_poll(topics: Iterable[Any], range: Range, after: int, known: Known) -> PollRequest:
