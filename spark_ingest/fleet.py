@@ -11,20 +11,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import structlog
 
 from spark_ingest.client import HistorySession
-from spark_ingest.members import Member, QueryRun, new_query, now_ms
+from spark_ingest.members import Member, QueryRun, new_query
 from spark_ingest.offsets import Offset
 from spark_ingest.polls import HistoryPolls
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer import ids
 from uprotocol.status import UStatusError
 from uprotocol.tasks import end, wait_within
-from uprotocol.transport import LocalUriProvider, UListener, UTransport
+from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.uuid import now_ms
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 
@@ -108,7 +109,11 @@ class Fleet:
         """Listen for the announcements of streamers, which are notifications to us."""
         announcements = uris.uri(uris.WILDCARD_AUTHORITY, ids.ENTITY, ids.VERSION, ids.ANNOUNCEMENTS)
         to_us = uris.uri(local.get_authority(), uris.ANY.ue_id, uris.ANY.ue_version_major, 0)
-        await transport.register_listener(announcements, _Announcements(self.join), to_us)
+        await transport.register_listener(announcements, self, to_us)
+
+    def on_receive(self, message: UMessage) -> None:
+        """A streamer announces its history."""
+        self.join(message.attributes.source.authority_name)
 
     async def answers(self, limit_s: float, *, must_answer: bool = False) -> None:
         """Wait until each history has answered or failed, at most `limit_s` since it was first asked. `must_answer`:
@@ -160,7 +165,7 @@ class Fleet:
         for watched in self.members.values():
             if watched.task is not None and watched.task.done():
                 watched.task.result()
-        is_away_refused = is_away_refused and (not self.run.has_cursors or not self.run.options.is_fleet)
+        is_away_refused = is_away_refused and (not self.run.has_cursors or not self.run.options.authorities)
         for authority in self.run.options.named:
             member = self.members.get(authority)
             if member is not None and member.error is not None and (member.is_refused or is_away_refused):
@@ -222,13 +227,3 @@ class Fleet:
         appended, and `away` with seconds and reason."""
         time_ms = now_ms()
         return {name: member.lag(time_ms) for name, member in sorted(self.members.items())}
-
-
-class _Announcements(UListener):
-    """Calls `join` with the authority of each streamer that announces its history."""
-
-    def __init__(self, join: Callable[[str], object]) -> None:
-        self._join = join
-
-    async def on_receive(self, message: UMessage) -> None:
-        self._join(message.attributes.source.authority_name)

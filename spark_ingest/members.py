@@ -218,7 +218,3 @@ class Member:
 def new_query() -> str:
     """A random name of a query."""
     return os.urandom(8).hex()
-
-
-def now_ms() -> int:
-    return time.time_ns() // 1_000_000

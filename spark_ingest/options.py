@@ -226,10 +226,6 @@ class Options(BaseModel):
         """The authorities that are given by name, which a query reads even if it has not found them yet."""
         return (self.authority,) if self.authority else tuple(x for x in self.authorities if not uris.is_pattern(x))
 
-    @property
-    def is_fleet(self) -> bool:
-        return bool(self.authorities)
-
     def has_member(self, authority: str) -> bool:
         """Returns whether the history of this authority is read."""
         return authority == self.authority or uris.is_one_of(authority, self.authorities)

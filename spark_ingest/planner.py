@@ -19,13 +19,14 @@ from spark_ingest import epochs, offsets
 from spark_ingest.client import HistorySession, OnLoss, losses, range_poll
 from spark_ingest.epochs import BatchFrontiers, FrontierRecord, Gates
 from spark_ingest.fleet import FIRST_ANSWERS_S, Fleet
-from spark_ingest.members import CutsKey, Member, new_query, now_ms
+from spark_ingest.members import CutsKey, Member, new_query
 from spark_ingest.offsets import HistoryOffset, LogLoss, LogSeqs, Offset, Range
 from spark_ingest.polls import poll_at
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.status import UStatusError
 from uprotocol.tasks import wait_until
+from uprotocol.uuid import now_ms
 
 
 class Planner:
@@ -40,7 +41,8 @@ class Planner:
         self._run = self.fleet.run
         self._initial: Offset | None = None  # where the query began, if it began in this run
         self._last_batch_s = time.monotonic()
-        self._counted: dict[tuple[str, str, tuple[str, ...]], list[tuple[int, int]]] = {}
+        # how many records the ranges of the latest batch have, see offsets.Counted
+        self.counted: dict[tuple[str, str, tuple[str, ...]], list[tuple[int, int]]] = {}
         self._topics = [uris.parse(topic) for topic in session.options.topics]
 
     async def begin(self, query: str) -> Offset:
@@ -112,9 +114,9 @@ class Planner:
         end, counted = start, dict[tuple[str, str, tuple[str, ...]], list[tuple[int, int]]]()
         while (further := await self.latest(end, None, 0)) != end:
             end = further
-            for key, pieces in self._counted.items():
+            for key, pieces in self.counted.items():
                 counted.setdefault(key, []).extend(pieces)
-        self._counted = counted
+        self.counted = counted
         self._check_end(start)
         return start, end
 
@@ -144,11 +146,6 @@ class Planner:
         """All records up to `acked` are in the sink, so the histories need not keep them."""
         await self.fleet.hold(acked, list(self.fleet.members.values()))
 
-    @property
-    def counted(self) -> offsets.Counted:
-        """How many records the ranges of the latest batch have."""
-        return self._counted
-
     async def _choose(self, start: Offset, limit: int | None) -> Offset:
         """Returns the end of a batch of what is at hand; `start` if that is not enough."""
         self.fleet.raise_refused()
@@ -172,7 +169,7 @@ class Planner:
             ends = {authority: replace(end, gates=None) for authority, end in ends.items()}
         if not ends:
             return start
-        self._counted = dict(self._count(members, taken, ends))
+        self.counted = dict(self._count(members, taken, ends))
         for member in members:
             member.take(taken[member.authority], ends[member.authority])
         self._run.has_begun, self._last_batch_s = True, time.monotonic()

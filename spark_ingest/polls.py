@@ -20,13 +20,14 @@ from history.records import witness
 from history.records.visible import Visible
 from spark_ingest import offsets
 from spark_ingest.client import HistorySession, losses
-from spark_ingest.members import Member, QueryRun, now_ms
+from spark_ingest.members import Member, QueryRun
 from spark_ingest.offsets import SEQ_MAX, Backfill, Coverage, HistoryOffset, LogSeqs, Offset
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import PollRequest, PollResponse, Position
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.tasks import wait_within
+from uprotocol.uuid import now_ms
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
