@@ -182,23 +182,25 @@ class BrokerProbe:
         )
         return await self._link.log_in(session, login)
 
-    async def _session(self) -> ProbeSession:
-        """A session that ends with its connection. Raises UStatusError, OSError."""
+    async def _dialled(self, *, acknowledges: bool = True) -> tuple[ProbeSession, str | None]:
+        """A connection, and the password to log in with. Raises UStatusError, OSError, ValueError."""
         context, password = await self._link.secrets()
-        session = ProbeSession(self._packet_bytes_max, self._config.keep_alive_s)
+        session = ProbeSession(self._packet_bytes_max, self._config.keep_alive_s, acknowledges=acknowledges)
         self._sessions.append(session)
         await self._link.dial(session, context)
+        return session, password
+
+    async def _session(self) -> ProbeSession:
+        """A session that ends with its connection. Raises UStatusError, OSError."""
+        session, password = await self._dialled()
         welcome = await self._log_in(session, f"{self._client_id}-{len(self._sessions)}", password)
         if welcome.reason >= reasons.FAILURE_MIN:
             raise reasons.refused("another login", welcome.reason, welcome.properties)
         return session
 
     async def _first_login(self) -> AsyncGenerator[ProbeResult, None]:
-        context, password = await self._link.secrets()
-        session = ProbeSession(self._packet_bytes_max, self._config.keep_alive_s)
-        self._sessions.append(session)
         try:
-            await self._link.dial(session, context)
+            session, password = await self._dialled()
             self._is_reached = True
             if (tls := session.tls) is None:
                 yield ok(f"{self._link.address} is reached, without TLS")
@@ -410,11 +412,9 @@ class BrokerProbe:
             why = "it would end that client's connection; --take-over tries it"
             yield unknown(f"whether client_id {client_id} is in use: {why}")
             return
-        context, password = await self._link.secrets()
-        session = ProbeSession(self._packet_bytes_max, self._config.keep_alive_s, acknowledges=False)
+        session, password = await self._dialled(acknowledges=False)
         welcome: Welcome | None = None
         try:
-            await self._link.dial(session, context)
             welcome = await self._log_in(
                 session, client_id, password, expiry_s=self._config.session_expiry_s, resumes=True
             )
