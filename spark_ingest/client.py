@@ -74,7 +74,6 @@ class HistorySession:
     # -- from any thread
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run `call` on the loop and return its result."""
         return self.submit(call).result()
 
     def submit(self, call: Coroutine[Any, Any, T]) -> Future[T]:
@@ -255,8 +254,6 @@ def read(session: HistorySession, ranges: Iterable[Range], on_loss: OnRangeLoss)
 
 
 class _Reading:
-    """Reads one range."""
-
     def __init__(self, session: HistorySession, range: Range, on_loss: OnRangeLoss) -> None:
         self._session, self.range, self._on_loss = session, range, on_loss
         self._topics = [uris.parse(topic) for topic in range.topics]

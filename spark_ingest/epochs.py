@@ -336,7 +336,6 @@ class EpochGate:
             self.spoil(MISSED)
 
     def give_up(self, why: str) -> None:
-        """Deliver what waits, with the reason `why`."""
         for time, waiting in self.held.items():
             waiting.is_given_up = True
             self.incomplete[time] = why

@@ -227,7 +227,6 @@ class Options(BaseModel):
         return (self.authority,) if self.authority else tuple(x for x in self.authorities if not uris.is_pattern(x))
 
     def has_member(self, authority: str) -> bool:
-        """Returns whether the history of this authority is read."""
         return authority == self.authority or uris.is_one_of(authority, self.authorities)
 
     @property

@@ -211,8 +211,6 @@ def client_context(ca: Path | None, certificate: Path | None, key: Path | None) 
 
 @dataclass(slots=True)
 class _WatchedFile:
-    """The state of one file."""
-
     owner: str  # the endpoint's name; "": the admin port; EDGE
     file: CertificateFile
     stamp: FileStamp = ()

@@ -177,7 +177,6 @@ class LocalNetwork:
         return True
 
     def carry(self, sender: LocalTransport, message: UMessage) -> UStatus:
-        """Deliver `message` to every other member."""
         for session in self.sessions.values():
             session.keep(message)
         for member in [member for member in self.members if member is not sender]:
@@ -205,7 +204,6 @@ class LocalNetwork:
         self.freed.set()
 
     def full(self, sender: LocalTransport) -> bool:
-        """True if a member other than `sender` is full."""
         return any(one.arrivals.is_full and one.connected and one is not sender for one in self.members)
 
 

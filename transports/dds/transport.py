@@ -204,7 +204,6 @@ class DdsTransport(TransportBase):
         self.set_connected(True)
 
     async def probe(self, asked: ProbeRequest) -> AsyncGenerator[ProbeResult, None]:
-        """See probe.py."""
         for one in await on_own_thread("dds-probe", lambda: look_around(self._config), lambda _: None):
             yield one
 

@@ -296,7 +296,6 @@ class _HeldWriters:
         self._report()
 
     def release(self) -> list[_Writer]:
-        """Release and return the writers that are drained."""
         released = [writer for writer in self._writers.values() if writer.drained()]
         for writer in released:
             writer.held = False
@@ -700,7 +699,6 @@ class Writers:
         return writer.readers.has_lost_reader(writer.read_matched(), present, partial(self._readers_of, writer))
 
     def _answer(self, writer: _Writer, status: UStatus) -> None:
-        """Answer all that is not acknowledged yet."""
         answered, writer.unacknowledged = writer.unacknowledged, []
         self._unacknowledged.pop(id(writer), None)
         for one in answered:
@@ -779,7 +777,6 @@ class Writers:
         return progressed
 
     def _take_first(self, writer: _Writer) -> Outgoing:
-        """Take the first waiting message out."""
         first, _ = writer.waiting.popleft()
         self._waiting_messages -= 1
         self._waiting_bytes -= len(first.data)

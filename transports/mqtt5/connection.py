@@ -398,7 +398,6 @@ class Dialler:
 
 
 def new_socket(family: int, context: ssl.SSLContext | None) -> socket.socket:
-    """The socket of one connection, over TLS with `context`."""
     sock = socket.socket(family) if context is None else _TlsSocket(family)
     sock.setblocking(False)
     # asyncio sets this only for a socket whose protocol is TCP explicitly. Without it a message behind a PUBACK waits

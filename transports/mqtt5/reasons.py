@@ -118,7 +118,6 @@ def ended(reason: int, properties: Mapping[str, Any]) -> str:
 
 
 def refused(what: str, reason: int, properties: Mapping[str, Any]) -> RefusedError:
-    """The error for a request that the broker has refused."""
     return RefusedError(code_of(reason), f"the broker refuses {what}: {named(reason, properties)}")
 
 

@@ -113,7 +113,6 @@ class PublishReceiver:
     # Events of the connection, reported by the transport.
 
     def resumed_foreign_session(self, now_s: float) -> None:
-        """The broker has resumed a session that an earlier process has left."""
         if not self.has_all_listeners:
             self._keeps_unclaimed, self._unclaimed_until_s = True, now_s + UNCLAIMED_MS_MAX / 1000
 
@@ -123,7 +122,6 @@ class PublishReceiver:
         self._shedding = self.arrivals.is_pressed  # the next connection must be read, or it would never be up
 
     def tick(self, now_s: float) -> None:
-        """Once a second."""
         if self._keeps_unclaimed and now_s >= self._unclaimed_until_s:
             self.end_claims()
         if self._paused_at_s is not None and now_s - max(self._paused_at_s, self._taken_at_s) >= PRESSED_S_MAX:
@@ -149,7 +147,6 @@ class PublishReceiver:
     # Messages.
 
     def on_publishes(self, publishes: list[wire.Publish]) -> None:
-        """As ConnectionUser says."""
         # this keeps the order: after the first message that was shed, none is kept on this connection
         if self._shedding or self._has_shed:
             self._has_shed = True  # what is not acknowledged comes again on the next one, if there is a session

@@ -127,7 +127,6 @@ class Subscriptions(dict[str, TopicSubscription]):
             self._changed(subscription.topic_filter)
 
     def matches(self, topic: str) -> int:
-        """Returns how many of our filters match `topic`."""
         segments, found = topic.split("/"), 0
         for length, wildcards in self._shapes:
             if length == len(segments):

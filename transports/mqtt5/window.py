@@ -342,7 +342,6 @@ class Window:
         return asyncio.get_running_loop().time() - self._connection.delivered_s > PUBACK_MS_MAX / 1000
 
     async def drained(self) -> None:
-        """Completes when nothing is in flight."""
         while self._in_flight:
             self._freed.clear()
             await self._freed.wait()

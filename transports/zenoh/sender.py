@@ -318,7 +318,6 @@ class ZenohSender:
         return declared.watch is not None and declared.watch.is_nobody()
 
     def _is_without_service(self, route: _KeyRoute) -> bool:
-        """True if nobody listens for requests on this route."""
         if time.monotonic() < self._settled_at:
             self._await_match(route)
         if route.watch is None:

@@ -422,7 +422,6 @@ class ZenohTransport(TransportBase):
         return session
 
     async def probe(self, asked: ProbeRequest) -> AsyncGenerator[ProbeResult, None]:
-        """See probe.py."""
         async for one in probe.results(self._config, asked, self.wire_bytes_max):
             yield one
 
