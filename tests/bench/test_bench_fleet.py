@@ -8,7 +8,8 @@ import pytest
 
 from campaigns.bench import fleet, fleet_wire
 from campaigns.bench.wire import split_packets
-from transports.mqtt5.mapping import Mapping, Mode, Packet
+from tests.transports.mqtt5_mapping import Mapping
+from transports.mqtt5.mapping import Mode, Packet
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.attributes import PUBLISH, RESPONSE

@@ -12,8 +12,8 @@ from campaigns.bench.networks import Address, Tally
 from campaigns.bench.soak import slope
 from campaigns.bench.subject import Scene, authority, write_config
 from streamer import config as configs
+from tests.transports import mqtt5_mapping, zenoh_attachments
 from transports.dds import mapping as dds_mapping
-from transports.mqtt5 import mapping as mqtt_mapping
 from transports.mqtt5 import wire as mqtt_wire
 from transports.zenoh import mapping as zenoh_mapping
 from uprotocol import message as messages
@@ -88,17 +88,19 @@ def test_a_late_publisher_hides_no_waiting() -> None:
 def test_topics_are_distinct_and_named_as_the_mappings_name_them() -> None:
     count = 2 * wire.TOPICS_PER_ENTITY + 1
     attributes = wire.Attributes(count)
-    decoded = [zenoh_mapping.decode(b"", attributes.attachment(number)) for number in range(count)]
+    decoded = [zenoh_attachments.decode(b"", attributes.attachment(number)) for number in range(count)]
     assert len({message.attributes.source.SerializeToString() for message in decoded}) == count
     for number in (0, 1, wire.TOPICS_PER_ENTITY, count - 1):
         assert decoded[number].attributes.source == wire.topic(number)
         assert zenoh_mapping.message_key(decoded[number], "elsewhere") == wire.zenoh_key(number)
-    assert zenoh_mapping.decode(b"", attributes.attachment(count)).attributes.source == wire.topic(0)
+    assert zenoh_attachments.decode(b"", attributes.attachment(count)).attributes.source == wire.topic(0)
 
 
 def test_zenoh_bytes_are_the_mappings() -> None:
     attributes = wire.Attributes()
-    decoded = [zenoh_mapping.decode(payload, attributes.attachment(number)) for number, payload in enumerate(PAYLOADS)]
+    decoded = [
+        zenoh_attachments.decode(payload, attributes.attachment(number)) for number, payload in enumerate(PAYLOADS)
+    ]
     check(decoded)
     assert {zenoh_mapping.message_key(message, "elsewhere") for message in decoded} == {wire.ZENOH_KEY}
 
@@ -127,7 +129,7 @@ def test_mqtt_bytes_are_the_mappings() -> None:
     assert length == len(data)
     publishes = [mqtt_wire.read_publish(first, body) for first, body in split]
     assert [publish.packet_id for publish in publishes] == [1, 2, 3]
-    mapping = mqtt_mapping.Mapping(mqtt_mapping.Mode.IN_VEHICLE, "elsewhere")
+    mapping = mqtt5_mapping.Mapping(mqtt5_mapping.Mode.IN_VEHICLE, "elsewhere")
     check(
         [mapping.decode(mqtt_wire.read_packet(publish)._replace(topic=publish.topic.decode())) for publish in publishes]
     )
@@ -149,9 +151,9 @@ def test_the_bare_relay_gives_mqtt_what_zenoh_has_and_back() -> None:
     packet = wire.publish_packet(rest, 9, topic)
     ((first, body),), _ = mqtt_wire.split(packet)
     publish = mqtt_wire.read_publish(first, body)
-    mapping = mqtt_mapping.Mapping(mqtt_mapping.Mode.IN_VEHICLE, "elsewhere")
+    mapping = mqtt5_mapping.Mapping(mqtt5_mapping.Mode.IN_VEHICLE, "elsewhere")
     decoded = mapping.decode(mqtt_wire.read_packet(publish)._replace(topic=publish.topic.decode()))
-    assert decoded == zenoh_mapping.decode(PAYLOADS[0], attributes.attachment(5))
+    assert decoded == zenoh_attachments.decode(PAYLOADS[0], attributes.attachment(5))
     [(_, start, end)], _ = wire.split_packets(packet)
     id = decoded.attributes.id
     assert wire.message_id(packet, start, end) == id.msb.to_bytes(8, "big") + id.lsb.to_bytes(8, "big")

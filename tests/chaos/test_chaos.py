@@ -31,7 +31,9 @@ from campaigns.chaos.processes import Broker
 from campaigns.chaos.web import EventReader, HeldReader, ItemBackend, ItemPublisher, PageReader, Seen
 from streamer.config import loads
 from tests.tiers import full
-from transports.mqtt5.mapping import FRESH_TTL, LATE_TTL, Mapping, Mode
+from tests.transports import zenoh_attachments
+from tests.transports.mqtt5_mapping import Mapping
+from transports.mqtt5.mapping import FRESH_TTL, LATE_TTL, Mode
 from transports.zenoh import mapping as zenoh_mapping
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
@@ -67,8 +69,8 @@ def test_what_the_judges_write_is_what_the_product_reads_and_the_other_way_round
     product = as_umessage(message)
     assert uris.parse(str(message.source)) == product.attributes.source
     assert wire.Message.of_umessage(product.SerializeToString()) == message
-    assert zenoh_mapping.decode(message.payload, message.attachment()) == product
-    assert wire.Message.of_attributes(zenoh_mapping.encode(product)[1:], message.payload) == message
+    assert zenoh_attachments.decode(message.payload, message.attachment()) == product
+    assert wire.Message.of_attributes(zenoh_attachments.encode(product)[1:], message.payload) == message
 
 
 @given(MESSAGES)

@@ -21,12 +21,14 @@ from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
 from tests.tiers import dds_domain
+from tests.transports import zenoh_attachments
+from tests.transports.mqtt5_mapping import Mapping
 from tools.broker import Broker
 from transports.dds import mapping as dds_mapping
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant
 from transports.dds.writers import Batch, Outgoing, WriterRoute, Writers
-from transports.mqtt5.mapping import Mapping, Mode
+from transports.mqtt5.mapping import Mode
 from transports.zenoh import ZenohConfig
 from transports.zenoh import mapping as zenoh_mapping
 from uprotocol import uri as uris
@@ -108,9 +110,9 @@ async def test_a_zenoh_sample_that_is_none_is_counted_and_the_next_one_goes_on(
         for attachment in (None, b"", b"\x01", b"\x02" + bytes(20), b"\x01\xff\xff\xff", bytes(range(256))):
             await put(key, b"malformed", attachment)
         for message in invalid_and_expired(SPEED):
-            await put(key, message.payload, zenoh_mapping.encode(message))
+            await put(key, message.payload, zenoh_attachments.encode(message))
         spoof = foreign()
-        await put(zenoh_mapping.message_key(spoof, "streamer"), b"", zenoh_mapping.encode(spoof))
+        await put(zenoh_mapping.message_key(spoof, "streamer"), b"", zenoh_attachments.encode(spoof))
     await vehicle.send(says(SPEED, "good"))
     await heard.expect(1)
     metrics = await gateway.until(lambda m: dropped(m, "vehicle").get("spoofed"))

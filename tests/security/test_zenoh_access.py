@@ -25,6 +25,7 @@ from zenoh.handlers import Callback
 from streamer.commands.demo.processes import Child
 from tests.certificates import DAY, TestAuthority
 from tests.security import page
+from tests.transports import zenoh_attachments
 from transports.conformance import Sink
 from transports.conformance.messages import method, notification, publish, raw, reply, request, topic
 from transports.ports import free_port
@@ -340,7 +341,7 @@ async def test_what_names_another_source_than_its_key_is_dropped_and_counted(net
         await until_linked(ecu1, own, exact)
         assert ecu1._sender is not None
         key = mapping.message_key(own, "ecu1")
-        attachment = mapping.encode(publish(b"", of("ecu2")))
+        attachment = zenoh_attachments.encode(publish(b"", of("ecu2")))
         await asyncio.to_thread(ecu1._sender.session.put, key, b"forged", attachment=attachment)
         await ecu1.send_batch([own])
         await exact.expect(1)

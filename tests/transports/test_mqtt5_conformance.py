@@ -13,13 +13,14 @@ from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
+from tests.transports.mqtt5_mapping import Mapping
 from tests.transports.mqtt5_proxy import RefusingProxy
 from tools.broker import Broker
 from transports.conformance import TransportConformance
 from transports.conformance.addresses import AddressConformance
 from transports.conformance.messages import reply, topic
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
-from transports.mqtt5.mapping import Mapping, Mode, Packet
+from transports.mqtt5.mapping import Mode, Packet
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

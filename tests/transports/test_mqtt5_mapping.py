@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transports.mqtt5.mapping import FRESH_TTL, LATE_TTL, Mapping, Mode, Packet, TtlReading
+from tests.transports.mqtt5_mapping import Mapping
+from transports.mqtt5.mapping import FRESH_TTL, LATE_TTL, Mode, Packet, TtlReading
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

@@ -9,9 +9,10 @@ from paho.mqtt.enums import MQTTProtocolVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
+from tests.transports.mqtt5_mapping import Mapping
 from transports.base import SendChecks
 from transports.mqtt5 import wire
-from transports.mqtt5.mapping import FRESH_TTL, LATE_TTL, Mapping, Mode, Packet, TtlReading
+from transports.mqtt5.mapping import FRESH_TTL, LATE_TTL, Mode, Packet, TtlReading
 from transports.mqtt5.session import Copies, topic_matches
 from transports.mqtt5.wire import PublishCodec
 from uprotocol import attributes as attrs

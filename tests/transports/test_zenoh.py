@@ -17,6 +17,7 @@ import zenoh
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.transports import zenoh_attachments
 from transports import plugin
 from transports.conformance import ALPHA, BETA, Sink, TcpProxy, TransportConformance
 from transports.conformance.messages import (
@@ -103,7 +104,7 @@ class TestZenoh(TransportConformance):
         return "transports.zenoh:PLUGIN", {"connect": [f"tcp/127.0.0.1:{self.ports[ALPHA]}"]}
 
     async def inject(self, message: UMessage) -> None:
-        await self.put(mapping.message_key(message, ALPHA), message.payload, mapping.encode(message))
+        await self.put(mapping.message_key(message, ALPHA), message.payload, zenoh_attachments.encode(message))
 
     async def inject_malformed(self, source: UUri, sink: UUri) -> int:
         key = mapping.filter_key(source, sink, ALPHA)
@@ -124,7 +125,7 @@ class TestZenoh(TransportConformance):
         elsewhere = UMessage()
         elsewhere.CopyFrom(message)
         elsewhere.attributes.source.authority_name = authority
-        await self.put(mapping.message_key(elsewhere, ALPHA), message.payload, mapping.encode(message))
+        await self.put(mapping.message_key(elsewhere, ALPHA), message.payload, zenoh_attachments.encode(message))
 
     async def put(self, key: str, payload: bytes, attachment: bytes | None) -> None:
         """When beta's subscription is known."""
@@ -193,14 +194,6 @@ def test_priorities() -> None:
     assert mapping.PRIORITIES[0] == "DATA_LOW"
 
 
-@pytest.mark.spec("dsn~up-transport-zenoh-attributes-mapping~1")
-def test_the_attachment_is_the_version_and_the_attributes() -> None:
-    message = notification(b"data")
-    attachment = mapping.encode(message)
-    assert attachment[0] == 1
-    assert UAttributes.FromString(attachment[1:]) == message.attributes
-
-
 numbers = st.integers(0, 2**32 - 1)
 addresses = st.builds(
     UUri, authority_name=st.text(max_size=130), ue_id=numbers, ue_version_major=numbers, resource_id=numbers
@@ -221,25 +214,6 @@ attributes = st.builds(
     traceparent=st.none() | st.text(),
     payload_format=st.integers(0, 8),
 )
-
-
-@given(attributes, st.binary(max_size=300))
-@pytest.mark.spec("dsn~up-transport-zenoh-attributes-mapping~1")
-@pytest.mark.spec("dsn~up-transport-zenoh-payload-mapping~1")
-@pytest.mark.spec("req~utransport-send-preserve-data~1")
-def test_decode_is_the_inverse_of_encode(attributes: UAttributes, payload: bytes) -> None:
-    message = UMessage(attributes=attributes)
-    if payload or attributes.payload_format:
-        message.payload = payload
-    assert mapping.decode(message.payload, mapping.encode(message)) == message
-
-
-@given(st.binary(), st.binary(max_size=80))
-def test_decode_answers_a_message_or_invalid_argument(payload: bytes, attachment: bytes) -> None:
-    try:
-        mapping.decode(payload, attachment)
-    except UStatusError as error:
-        assert error.code == UCode.INVALID_ARGUMENT  # noqa: PT017 - either outcome is fine
 
 
 # The connection.
@@ -364,7 +338,7 @@ async def two(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[ZenohTrans
 def test_a_call_is_known_by_its_bytes(attributes: UAttributes) -> None:
     """For messages with a valid id: others are invalid, and dropped with those."""
     attributes.id.CopyFrom(uuids.new())
-    attachment = mapping.encode(UMessage(attributes=attributes))
+    attachment = zenoh_attachments.encode(UMessage(attributes=attributes))
     assert mapping.is_call(attachment) is (attributes.type in (2, 3))
 
 

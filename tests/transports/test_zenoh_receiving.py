@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import zenoh
 
+from tests.transports import zenoh_attachments
 from transports.conformance import Sink
 from transports.conformance.messages import PROBE, notification, publish, streamed, topic
 from transports.ports import free_port
@@ -209,7 +210,7 @@ async def test_what_says_another_address_than_its_key_is_dropped_as_spoofed() ->
         assert alpha._sender is not None
         session = alpha._sender.session
         for key, message, _ in NAMED * 2:
-            attachment = mapping.encode(message)
+            attachment = zenoh_attachments.encode(message)
             await asyncio.to_thread(session.put, key, message.payload, attachment=attachment)
         await alpha.send(publish(b"end", topic("alpha")))
         await heard.expect_payload(b"end")
@@ -237,7 +238,7 @@ async def test_a_listener_of_one_topic_takes_nothing_that_says_another_address_t
         assert alpha._sender is not None
         key = mapping.message_key(publish(b"", ALPHA_TOPIC), "alpha")
         for message in [*SPOOFED * 2, streamed(b"5", ALPHA_TOPIC)]:
-            attachment = mapping.encode(message)
+            attachment = zenoh_attachments.encode(message)
             await asyncio.to_thread(alpha._sender.session.put, key, message.payload, attachment=attachment)
         await alpha.send(publish(b"end", ALPHA_TOPIC))
         await heard.expect_payload(b"end")

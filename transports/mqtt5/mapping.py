@@ -1,6 +1,6 @@
 """UMessage <-> MQTT 5 PUBLISH, as plain data (spec up-l1/mqtt_5.adoc). No sockets, no client library.
 
-UMessage --encode--> Packet(topic, user properties, expiry, correlation, content type, payload) --decode--> UMessage
+UMessage --encode--> Packet(topic, user properties, expiry, correlation, content type, payload) --read----> UMessage
 filters  --topic_filter--> "device1/3BA/0/3/9876" (in-vehicle: 5 or 10 segments)   "vehicle1/backend" (off-vehicle)
 """
 
@@ -103,18 +103,10 @@ def _authority(uri: UUri, local_authority: str) -> str:
 
 
 class Mapping:
-    """The mapping of one mode, as seen from one authority. `now_ms`: the clock where a call gives no time."""
+    """The mapping of one mode, as seen from one authority."""
 
-    def __init__(
-        self,
-        mode: Mode,
-        local_authority: str,
-        *,
-        ttl_reading: TtlReading = TtlReading.RESTORED,
-        now_ms: Callable[[], int] = uuids.now_ms,
-    ) -> None:
-        self.mode, self._local_authority = mode, local_authority
-        self._ttl_reading, self._now_ms = ttl_reading, now_ms
+    def __init__(self, mode: Mode, local_authority: str, *, ttl_reading: TtlReading = TtlReading.RESTORED) -> None:
+        self.mode, self._local_authority, self._ttl_reading = mode, local_authority, ttl_reading
         self._out: Cache[tuple[int, bytes, bytes | None], _Address] = Cache(ROUTES_CACHED_MAX)
         # UAttributes with type, source and sink, encoded
         self._in: Cache[tuple[str | None, str | None, str | None, str], bytes] = Cache(ROUTES_CACHED_MAX)
@@ -144,9 +136,9 @@ class Mapping:
             )
         return self.topic(attrs.NOTIFICATION, source, sink)
 
-    def encode(self, message: UMessage, *, is_late: bool | None = None) -> Packet:
+    def encode(self, message: UMessage, *, is_late: bool) -> Packet:
         """The PUBLISH of `message`, whose attributes must be valid. `is_late`: it is sent more than FRESH_MS_MAX after
-        the time of its id; None: by the clock.
+        the time of its id.
 
         Raises UStatusError(INVALID_ARGUMENT) for addresses that don't fit its type, and for values that MQTT can't
         carry.
@@ -171,8 +163,6 @@ class Mapping:
             if attributes.ttl % 1000:
                 properties.append(("6", str(attributes.ttl)))
             elif self._ttl_reading is TtlReading.RESTORED:
-                if is_late is None:
-                    is_late = self._now_ms() - uuids.time_ms(attributes.id) > FRESH_MS_MAX
                 properties.append((LATE_TTL if is_late else FRESH_TTL, str(attributes.ttl)))
         if attributes.HasField("permission_level"):  # sent if set, also as 0 and OK; an empty text is not (A-18)
             properties.append(("7", str(attributes.permission_level)))
@@ -202,10 +192,6 @@ class Mapping:
             properties.append(("4", uris.format(sink)))
         out = self._out[route] = self.topic(attributes.type, attributes.source, sink), properties
         return out
-
-    def decode(self, packet: Packet) -> UMessage:
-        """The message in `packet`, as `read` returns it."""
-        return self.read(packet, self._now_ms())[0]
 
     def read(self, packet: Packet, now_ms: int) -> tuple[UMessage, bool]:
         """Returns the message in `packet`, which arrives at `now_ms`, and whether its ttl depends on that time. The

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from google.protobuf.message import DecodeError
-
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid
@@ -17,8 +15,9 @@ from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-PROTOCOL_VERSION: Final = 0x01
-VERSION_BYTE: Final = bytes([PROTOCOL_VERSION])
+# of uProtocol; in an attachment the attributes follow it, and their ttl is nowhere else
+# (dsn~up-transport-zenoh-attributes-mapping~1, A-25, A-27)
+VERSION_BYTE: Final = b"\x01"
 NO_SINK: Final = "{}/{}/{}/{}/{}"
 
 ALL_SOURCES: Final = "up/*"  # an `authority_prefix`
@@ -133,29 +132,3 @@ def is_key_of(key: str, attributes: UAttributes) -> bool:
 
 def _parts(address: UUri, authority: str) -> list[str]:
     return segments(address, authority).split("/")
-
-
-def encode(message: UMessage) -> bytes:
-    """The attachment of `message` (dsn~up-transport-zenoh-attributes-mapping~1), one part after the other (A-25). The
-    ttl is nowhere else (A-27)."""
-    return VERSION_BYTE + message.attributes.SerializeToString()
-
-
-def decode(payload: bytes, attachment: bytes) -> UMessage:
-    """The message, not validated. Raises UStatusError(INVALID_ARGUMENT) if the attachment is malformed.
-
-    Zenoh has no absent payload. So the message has one if it has bytes or a payload format (A-19, A-28).
-    """
-    if len(attachment) < 2 or attachment[0] != PROTOCOL_VERSION:
-        raise invalid(
-            f"expected an attachment of 0x01 and UAttributes, got {len(attachment)} bytes: {attachment[:8].hex()}"
-        )
-    message = UMessage()
-    attributes = message.attributes
-    try:
-        attributes.ParseFromString(attachment[1:])
-    except DecodeError as error:
-        raise invalid(f"expected UAttributes in the attachment: {error}") from None
-    if payload or attributes.payload_format:
-        message.payload = payload
-    return message
