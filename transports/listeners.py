@@ -338,7 +338,7 @@ class ListenerTable:
         The filter is for networks that deliver a message once for each filter; it is the object that `add` returned.
         None: all filters.
 
-        A payload is present if it has bytes or a format (A-19). Messages of a known stream are only parsed for a
+        A payload is present if it has bytes or a format (A-19, A-28). Messages of a known stream are only parsed for a
         listener that is no EncodedListener. If a message comes twice in a row, for overlapping filters, a listener of
         both gets it once.
         """
