@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any as Anything
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -88,8 +88,6 @@ _INT_MAX: Final = np.iinfo(np.int32).max
 
 _TS_SOURCES: Final = pa.array(["sample", "id", "append", "bounded"])
 _SAMPLE, _ID, _APPEND, _BOUNDED = range(len(_TS_SOURCES))
-
-T = TypeVar("T")
 
 
 class RecordColumns(NamedTuple):
