@@ -9,6 +9,7 @@ listeners:  register_listener(s) -> ListenerTable: new to the network? -> listen
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import threading
 from collections import Counter
@@ -118,6 +119,12 @@ async def on_own_thread(name: str, make: Callable[[], T], discard: Callable[[T],
         if not made.cancel() and made.exception() is None:  # it completed just then
             threading.Thread(target=discard, args=(made.result(),), name=name, daemon=True).start()
         raise
+
+
+def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arguments: Any) -> None:
+    """Make the call on `loop`, from any thread; not if the loop has ended, perhaps without `close`."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, *arguments)
 
 
 async def port_result(address: str, is_running: bool) -> ProbeResult:

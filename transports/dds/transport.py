@@ -14,12 +14,13 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Final
 
 import structlog
 
 from transports.arrivals import Arrivals
-from transports.base import NOT_OPEN, REOPEN_MS, TransportBase, on_own_thread, stopped, tell, too_large
+from transports.base import NOT_OPEN, REOPEN_MS, TransportBase, on_loop, on_own_thread, stopped, tell, too_large
 from transports.dds import mapping
 from transports.dds.acknowledgements import Departures
 from transports.dds.config import DdsConfig
@@ -175,16 +176,9 @@ class DdsTransport(TransportBase):
 
     async def _open_session(self) -> None:
         loop, registrations = asyncio.get_running_loop(), Registrations(self.authority)
-
-        def changed(peers: frozenset[bytes], seen: Seen) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended without close
-                loop.call_soon_threadsafe(registrations.note, peers, seen)
-
-        def heard(partitions: list[str]) -> None:
-            with contextlib.suppress(RuntimeError):  # likewise
-                # one turn later: the sender must first get the answer that nobody listened
-                loop.call_soon_threadsafe(loop.call_soon, tell, self._on_heard, partitions)
-
+        changed = partial(on_loop, loop, registrations.note)
+        # one turn later: the sender must first get the answer that nobody listened
+        heard = partial(on_loop, loop, loop.call_soon, tell, self._on_heard)
         session = await on_own_thread(  # resolving names may take long
             "dds-open",
             lambda: _Session(
@@ -300,11 +294,7 @@ class DdsTransport(TransportBase):
             if not answer.done():  # else the caller was cancelled
                 answer.set_result(statuses)
 
-        def done(statuses: list[UStatus]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(settle, statuses)
-
-        batch = Batch(len(messages), done, tells_absence=self.tells_absence)
+        batch = Batch(len(messages), partial(on_loop, loop, settle), tells_absence=self.tells_absence)
         writers.submit(lambda: self._send(writers, batch, messages))
         return await answer
 

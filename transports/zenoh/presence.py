@@ -25,7 +25,6 @@ Regions make most of them unnecessary. They have two more uses:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -34,6 +33,7 @@ from typing import Any, Final
 import zenoh
 from zenoh.handlers import Callback
 
+from transports.base import on_loop
 from transports.zenoh import mapping
 from uprotocol.status import nobody_listens
 
@@ -226,8 +226,7 @@ class HeardNews:
         self._news.append(key)
         if not self._is_scheduled and self._loop is not None:
             self._is_scheduled = True
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._begin)
+            on_loop(self._loop, self._begin)
 
     def _begin(self) -> None:
         self._reporting = asyncio.ensure_future(self._gather(list(self._sends)))

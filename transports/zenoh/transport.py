@@ -22,13 +22,14 @@ import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final
 
 import structlog
 import zenoh
 from zenoh.handlers import Callback
 
-from transports.base import NOT_OPEN, OK, REOPEN_MS, ROUTES_CACHED_MAX, TransportBase, on_own_thread, stopped, tell
+from transports.base import NOT_OPEN, REOPEN_MS, ROUTES_CACHED_MAX, TransportBase, on_loop, on_own_thread, stopped, tell
 from transports.certificates import TlsFiles
 from transports.listeners import Filter
 from transports.zenoh import mapping, probe
@@ -42,7 +43,7 @@ from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
 from uprotocol.encoded import Carried
 from uprotocol.pacing import Backoff
-from uprotocol.status import UStatusError
+from uprotocol.status import OK, UStatusError
 from uprotocol.tasks import end, wait_until, wait_within
 from uprotocol.transport import Capability, LocalUriProvider, ProbeRequest, ProbeResult, UListener
 from uprotocol.v1.ucode_pb2 import UCode
@@ -382,11 +383,7 @@ class ZenohTransport(TransportBase):
 
     def _declare_older(self) -> None:
         loop, sender = self._loop, self._sender
-
-        def later(call: Callable[[], None]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(loop.run_in_executor, None, call)
-
+        later = partial(on_loop, loop, loop.run_in_executor, None)
         if sender is not None:
             loop.run_in_executor(None, self._older.declare, sender.session, later)
 
@@ -404,9 +401,7 @@ class ZenohTransport(TransportBase):
                 self._on_peer(transport, opened)
 
         def on_event(event: zenoh.TransportEvent) -> None:
-            opened = event.kind == zenoh.SampleKind.PUT
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(note, event.transport, opened)
+            on_loop(loop, note, event.transport, event.kind == zenoh.SampleKind.PUT)
 
         self._stall_s = self._config.stall_s
         # subscribe before peers link to our port: earlier messages are lost
@@ -489,8 +484,7 @@ class ZenohTransport(TransportBase):
 
         def close() -> None:
             _close(sender.session)
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(left.set)
+            on_loop(self._loop, left.set)
 
         sender.thread.shutdown()
         threading.Thread(target=close, name=f"zenoh-close-{self.authority}", daemon=True).start()
