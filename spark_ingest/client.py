@@ -170,62 +170,47 @@ class HistorySession:
 # -- sessions of tasks
 
 
-class _Shared:
-    """The sessions of this process that are kept between tasks, each with the time of its last use."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process = 0
-        self._idle: dict[str, list[tuple[HistorySession, float]]] = {}
-
-    def take(self, options: Options) -> HistorySession:
-        key = _key(options)
-        with self._lock:
-            if self._process != os.getpid():  # a forked worker has no threads of its parent
-                self._process, self._idle = os.getpid(), {}
-            idle = self._idle.get(key, [])
-            if idle:
-                session, _ = idle.pop()
-                session.options = options
-                return session
-        return HistorySession(options)
-
-    def give(self, session: HistorySession) -> None:
-        now = time.monotonic()
-        with self._lock:
-            self._idle.setdefault(_key(session.options), []).append((session, now))
-        timer = threading.Timer(SESSION_IDLE_S, self._close_idle)
-        timer.daemon = True
-        timer.start()
-
-    def _close_idle(self) -> None:
-        since, closing = time.monotonic() - SESSION_IDLE_S + 0.1, list[HistorySession]()
-        with self._lock:
-            for key, idle in list(self._idle.items()):
-                closing += [session for session, used in idle if used <= since]
-                self._idle[key] = [one for one in idle if one[1] > since]
-        for session in closing:
-            session.close()
-
-
-def _key(options: Options) -> str:
-    return json.dumps([options.transport, options.transport_settings, options.local_authority], sort_keys=True)
-
-
-_SHARED: Final = _Shared()
+_idle: Final[list[tuple[str, HistorySession, float]]] = []
+"""Sessions that are kept between tasks: their `_key`, and the time of their last use."""
+_idle_lock: Final = threading.Lock()
+os.register_at_fork(after_in_child=_idle.clear)  # a forked worker has no threads of its parent
 
 
 @contextlib.contextmanager
 def shared(options: Options) -> Iterator[HistorySession]:
     """A session that the tasks of this process use one after the other. It is closed when it has been idle for
     SESSION_IDLE_S."""
-    session = _SHARED.take(options)
+    key = _key(options)
+    with _idle_lock:
+        found = next((one for one in reversed(_idle) if one[0] == key), None)
+        if found is not None:
+            _idle.remove(found)
+    session = HistorySession(options) if found is None else found[1]
+    session.options = options
     try:
         yield session
     except BaseException:
         session.close()
         raise
-    _SHARED.give(session)
+    with _idle_lock:
+        _idle.append((key, session, time.monotonic()))
+    timer = threading.Timer(SESSION_IDLE_S, _close_idle)
+    timer.daemon = True
+    timer.start()
+
+
+def _key(options: Options) -> str:
+    return json.dumps([options.transport, options.transport_settings, options.local_authority], sort_keys=True)
+
+
+def _close_idle() -> None:
+    since = time.monotonic() - SESSION_IDLE_S + 0.1
+    with _idle_lock:
+        closing = [one for one in _idle if one[2] <= since]
+        for one in closing:
+            _idle.remove(one)
+    for _, session, _ in closing:
+        session.close()
 
 
 # -- reading
