@@ -317,8 +317,10 @@ class Participant:
         if self._joined(config.domain_id, key):
             return
         configuration = config.configuration()
-        if config.is_users_own:
-            _try(config, configuration)
+        # the user's own configuration may end the process, so another process tries it first
+        if config.is_users_own and (refusal := trial(config.domain_id, configuration)):
+            what = f"DDS domain {config.domain_id}: Cyclone refuses its configuration: {refusal}"
+            raise UStatusError(UCode.UNAVAILABLE, what)
         with self._lock:
             if not self._joined(config.domain_id, key):
                 try:
@@ -368,15 +370,6 @@ class Participant:
     def close(self) -> None:
         delete(self.topic, self.seen_topic, self.entity)
         self._leave()
-
-
-def _try(config: DdsConfig, configuration: str) -> None:
-    """The user's own configuration may end the process, so another process tries it first."""
-    refusal = trial(config.domain_id, configuration)
-    if refusal:
-        raise UStatusError(
-            UCode.UNAVAILABLE, f"DDS domain {config.domain_id}: Cyclone refuses its configuration: {refusal}"
-        )
 
 
 def _refused(config: DdsConfig, error: DDSException) -> UStatusError:
