@@ -380,7 +380,7 @@ def edge_request(data: bytes) -> None:
         async def proxied(request: web.Request) -> web.StreamResponse:
             return web.Response(body=await request.read())
 
-        return EdgeServer(section, stream, proxied, callers=callers, places=places).http_server.listener()
+        return EdgeServer(section, stream, proxied, callers=callers, places=places).listener()
 
     answer = _answers(make, data)
     assert not answer or answer.startswith(b"HTTP/")

@@ -25,7 +25,7 @@ from streamer.edge.places import Places
 from streamer.http.hosts import host_of, is_known_host
 from streamer.http.lines import SERVER, Latest, Limits, Line, Lines, Listener, SeldomLog, latest_tls
 from streamer.http.statuses import RETRY_LATER, STATUSES
-from streamer.reporting import Condition, Sample
+from streamer.reporting import Condition, Reporter, Sample
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -56,25 +56,28 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 log = structlog.get_logger()
 
 
-class HttpServer:
-    """Serves `handler` at `address`. It is called with the head of a request; its body has limits of its own."""
+class HttpServer(Reporter):
+    """A server at `address`. `_answer` is called with the head of a request; its body has limits of its own."""
 
     def __init__(
-        self, what: str, address: str, limits: Limits, handler: Handler, places: Places, *, cancels: bool
+        self, what: str, address: str, limits: Limits, places: Places, *, bodies_bytes_max: int, cancels: bool
     ) -> None:
-        """`what`: the setting that has the address. `cancels`: a handler is cancelled when its client goes."""
-        self.what, self._address, self._limits, self._handler, self._places = what, address, limits, handler, places
-        self._cancels = cancels
+        """`what`: the setting that has the address. `bodies_bytes_max`: of all requests at once. `cancels`: an answer
+        is cancelled when its client goes."""
+        self.what, self._address, self._limits, self._places = what, address, limits, places
+        self._bodies_bytes_max, self._cancels = bodies_bytes_max, cancels
         self._listener: Listener | None = None
         self._running: set[asyncio.Task[object]] = set()
         self._bodies_bytes, self._log = 0, SeldomLog()
-        self.bodies_bytes_max = BODIES_BYTES_MAX
-        self.on_prepare: Callable[[web.Request, web.StreamResponse], None] = lambda request, response: None
+        self._pair: tuple[Path | None, Path | None] = None, None  # files of the certificate and of its key
 
-    async def open(self, certificate: Path | None = None, key: Path | None = None) -> int:
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        raise NotImplementedError
+
+    async def open(self) -> int:
         """Returns the port, which the system chooses for 0. Raises UNAVAILABLE if the port can't be opened,
-        FAILED_PRECONDITION if the certificate can't be used."""
-        tls = await latest_tls(self.what.partition(".")[0], certificate, key)
+        FAILED_PRECONDITION for a file that can't be used."""
+        tls = await latest_tls(self.what.partition(".")[0], *self._pair)
         self._listener = self.listener(tls)
         port = await self._listener.open()
         log.info("listens for HTTP", setting=self.what, port=port, tls=tls is not None)
@@ -82,7 +85,7 @@ class HttpServer:
 
     def listener(self, tls: Latest[ssl.SSLContext] | None = None) -> Listener:
         application = web.Application(client_max_size=self._limits.body_bytes_max, middlewares=[self._guarded])
-        application.router.add_route("*", "/{path:.*}", self._handler)
+        application.router.add_route("*", "/{path:.*}", self._answer)
         application.on_response_prepare.append(self._prepare)
         return Listener(
             self.what,
@@ -155,7 +158,7 @@ class HttpServer:
             size = size_max  # in chunks
         if size > size_max:
             raise web.HTTPRequestEntityTooLarge(size_max, size, text=f"expected a body of at most {size_max} bytes\n")
-        if size > SMALL_BYTES_MAX and self._bodies_bytes + size > self.bodies_bytes_max:
+        if size > SMALL_BYTES_MAX and self._bodies_bytes + size > self._bodies_bytes_max:
             self._places.refused["bodies"] += 1
             raise web.HTTPServiceUnavailable(text="too many requests at once\n", headers=RETRY_LATER)
         self._bodies_bytes += size
@@ -169,10 +172,9 @@ class HttpServer:
             line.is_answering, line.ends_with_answer = True, request.version < HttpVersion11
         if response.headers.get("Server", "").startswith("Python/"):  # aiohttp's own, not a backend's
             response.headers["Server"] = SERVER
-        self.on_prepare(request, response)
 
 
-class EdgeServer:
+class EdgeServer(HttpServer):
     """Listens at `http.listen`: `stream` answers GET /stream, `proxied` everything else."""
 
     def __init__(
@@ -185,7 +187,7 @@ class EdgeServer:
         places: Places,
     ) -> None:
         assert http.listen is not None
-        self._http, self._stream, self._proxied, self._callers = http, stream, proxied, callers
+        self._stream, self._proxied, self._callers = stream, proxied, callers
         wanted = http.clients_max + SPARE
         allowed = allowed_connections(wanted)
         self.note = ""
@@ -195,17 +197,12 @@ class EdgeServer:
                 f"have {allowed} connections: raise it (systemd: LimitNOFILE=)"
             )
         limits = Limits(allowed, HEAD_BYTES_MAX, HEAD_S, BODY_BYTES_MAX, BODY_S, http.send_s)
-        self.http_server = HttpServer("http.listen", http.listen, limits, self._answer, places, cancels=True)
-        self.http_server.on_prepare = self._let_pages_read
+        super().__init__("http.listen", http.listen, limits, places, bodies_bytes_max=BODIES_BYTES_MAX, cancels=True)
+        self._pair = http.cert_file, http.key_file
 
     async def open(self) -> int:
-        """Returns the port. Raises UNAVAILABLE if it can't be opened, FAILED_PRECONDITION for a file that can't be
-        used."""
         await self._callers.open()
-        return await self.http_server.open(self._http.cert_file, self._http.key_file)
-
-    async def close(self) -> None:
-        await self.http_server.close()
+        return await super().open()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if request.path != STREAM_PATH:
@@ -220,35 +217,30 @@ class EdgeServer:
             raise web.HTTPMethodNotAllowed(request.method, ["GET", "OPTIONS"], text=f"{STREAM_PATH}: GET only\n")
         return await self._stream(request)
 
-    def _let_pages_read(self, request: web.Request, response: web.StreamResponse) -> None:
+    async def _prepare(self, request: web.Request, response: web.StreamResponse) -> None:
+        await super()._prepare(request, response)
         if request.path == STREAM_PATH:
             response.headers.update(self._callers.cors(request))
 
-    def conditions(self) -> Iterator[Condition]:
-        yield from self.http_server.conditions()
+    def notes(self) -> Iterator[str]:
+        if self.note:
+            yield self.note
 
     def samples(self) -> Iterator[Sample]:
-        yield "edge_connections", ("http",), self.http_server.connections
+        yield "edge_connections", ("http",), self.connections
 
 
-class PublishServer:
+class PublishServer(HttpServer):
     """Listens at `grip.publish`: `publish` answers POST /publish/."""
 
     def __init__(self, grip: GripSection, publish: Handler, places: Places) -> None:
         assert grip.publish is not None
-        self._grip, self._publish, self._places = grip, publish, places
+        self._grip, self._publish = grip, publish
         self._hosts = [grip.publish.rpartition(":")[0]]
         limits = Limits(PUBLISHERS_CONNECTED_MAX, HEAD_BYTES_MAX, HEAD_S, PUBLISH_BYTES_MAX, BODY_S, BODY_S)
         # what has begun is committed, though its publisher has gone
-        self._server = HttpServer("grip.publish", grip.publish, limits, self._answer, places, cancels=False)
-        self._server.bodies_bytes_max = PUBLISH_BODIES_BYTES_MAX
-
-    async def open(self) -> int:
-        """Returns the port. Raises UNAVAILABLE if it can't be opened."""
-        return await self._server.open()
-
-    async def close(self) -> None:
-        await self._server.close()
+        bodies = PUBLISH_BODIES_BYTES_MAX
+        super().__init__("grip.publish", grip.publish, limits, places, bodies_bytes_max=bodies, cancels=False)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if self._grip.publish_key_file is None:
@@ -270,7 +262,7 @@ class PublishServer:
             raise web.HTTPForbidden(text=text)
 
     def samples(self) -> Iterator[Sample]:
-        yield "edge_connections", ("publish",), self._server.connections
+        yield "edge_connections", ("publish",), self.connections
 
 
 def allowed_connections(wanted: int) -> int:

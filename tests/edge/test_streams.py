@@ -142,7 +142,7 @@ class World(HistoryWorld):
 
     def cut(self) -> None:
         """Cut all connections."""
-        listener = self.server.http_server._listener
+        listener = self.server._listener
         assert listener is not None
         listener.lines.abort()
 
