@@ -3,7 +3,7 @@
 connection -> Line: limits -> TLS -> aiohttp -> /stream: who asks? -> HttpStreams -> history
                                              '-> a prefix of [[proxy]] -> streamer/grip
 
-edge.py               The HTTP edge as a part of the streamer
+edge.py               What the HTTP edge is made of, and what it needs (the edge itself: streamer/parts/edge.py)
 handlers.py           What answers requests: streams, the proxy, the channels of GRIP
 server.py             The HTTP servers: for clients at http.listen, and for publishers at grip.publish
 callers.py            Who asks: the uEntity of a token, and which pages of a browser may ask

@@ -21,7 +21,7 @@ from streamer.config.edge import HttpSection
 from streamer.edge.tokens import Tokens, digest_of, read_file
 from streamer.http.hosts import host_of, is_known_host
 from streamer.http.lines import Latest, bearer_of, latest
-from streamer.reporting import Condition
+from streamer.reporting import Condition, Reporter
 from uprotocol import uri as uris
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -35,7 +35,7 @@ PREFLIGHT_S: Final = 600  # for so long a browser need not ask again whether it 
 # Hosts and origins
 
 
-class Callers:
+class Callers(Reporter):
     """Decides who may ask, as `section` says. `authority`: our own. `refused` counts by reason."""
 
     def __init__(self, section: HttpSection, authority: str, refused: Counter[str] | None = None) -> None:

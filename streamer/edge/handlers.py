@@ -42,19 +42,16 @@ def handlers_of(
     """`callers`: None without http.listen."""
     sign = _signer_of(config, now_ms)
     channels = Channels(config.channel, config.grip.sequence_wait_s, outlet, _links_of(config, sign), on_gap)
-    made = Handlers(
-        channels=channels, samples=[channels.samples], conditions=[channels.conditions], closed=[channels.close]
-    )
+    made = Handlers(channels=channels, reporters=[channels], closed=[channels.close])
     if callers is not None:
         streams = HttpStreams(history, callers, config.http, places)
-        made = made._replace(stream=streams.get, samples=[*made.samples, streams.samples], closing=[streams.close])
+        made = made._replace(stream=streams.get, reporters=[*made.reporters, streams], closing=[streams.close])
     if config.proxy:
         links = _links_of(config, sign)
         proxy = Proxy(config.proxy, config.http, channels, links, places, sign)
         made = made._replace(
             proxied=proxy.handle,
-            samples=[*made.samples, proxy.samples],
-            conditions=[*made.conditions, proxy.conditions],
+            reporters=[*made.reporters, proxy],
             closed=[proxy.close, links.close, *made.closed],
         )
     if config.grip.publish is not None:
@@ -63,5 +60,5 @@ def handlers_of(
         publish = PublishHandler(channels.publish, key, config.limits.message_bytes_max, places.refused)
         made = made._replace(publish=publish.post)
         if key is not None:
-            made = made._replace(opening=[key.get], conditions=[*made.conditions, key.conditions])
+            made = made._replace(opening=[key.get], reporters=[*made.reporters, key])
     return made

@@ -10,14 +10,14 @@ from typing import Final
 
 import structlog
 
-from streamer.reporting import Sample, each
+from streamer.reporting import Reporter, Sample, each
 
 CLIENT_KINDS: Final = ("stream", "poll", "held_stream", "held_response")  # of clients
 
 log = structlog.get_logger()
 
 
-class Places:
+class Places(Reporter):
     """There are `clients_max`, for all kinds of clients together. `refused` counts, by reason, what was turned away or
     cut off, `events` what was written to clients."""
 

@@ -29,7 +29,7 @@ from streamer.edge.positions import StreamStart, position_text
 from streamer.edge.query import Query
 from streamer.http.lines import SeldomLog
 from streamer.http.statuses import STATUSES
-from streamer.reporting import Sample
+from streamer.reporting import Reporter, Sample
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -51,7 +51,7 @@ class CallersOfStreams(Protocol):
         """Returns False if the client's token was withdrawn since then."""
 
 
-class HttpStreams:
+class HttpStreams(Reporter):
     """Serves GET /stream from `history`. What it counts is in `places`: events and gaps, and who was refused."""
 
     def __init__(

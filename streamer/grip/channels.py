@@ -20,7 +20,7 @@ from history.log.log import Log
 from streamer.config.edge import ChannelSection
 from streamer.grip.items import Item
 from streamer.grip.sequence import LastIds, Sequencer, Turn
-from streamer.reporting import Condition, Sample, each
+from streamer.reporting import Condition, Reporter, Sample, each
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.ingress import Dispatch, Ingress
 from uprotocol import callbacks
@@ -251,7 +251,7 @@ class Channel:
                 log.exception("a held stream could not take an item", channel=self.name)
 
 
-class Channels:
+class Channels(Reporter):
     """All channels of the configuration. `close` before the log is closed."""
 
     def __init__(

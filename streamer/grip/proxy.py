@@ -30,7 +30,7 @@ from streamer.grip.held import RESPONSE_TIMEOUT_S, HeldRequest, HeldStream
 from streamer.grip.items import ResponseFormat
 from streamer.grip.link import Links, Sign, place_of, reason_of, resolved
 from streamer.http.lines import SeldomLog, break_off
-from streamer.reporting import Condition, Sample, each
+from streamer.reporting import Condition, Reporter, Sample, each
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError, invalid
 
@@ -78,7 +78,7 @@ class _EndError(Exception):
         self.reason = reason
 
 
-class Proxy:
+class Proxy(Reporter):
     """Handles the requests to all `sections`. `sign` returns the value of Grip-Sig."""
 
     def __init__(

@@ -15,7 +15,7 @@ from typing import Final
 
 import jwt
 
-from streamer.reporting import Condition
+from streamer.reporting import Condition, Reporter
 from transports.certificates import KeptFiles
 from uprotocol import uuid as uuids
 from uprotocol.status import UStatusError
@@ -28,7 +28,7 @@ SIGNATURE_S: Final = 3_600  # for which a Grip-Sig is valid
 RENEW_S: Final = 300  # a Grip-Sig is used for so long
 
 
-class _KeyFile:
+class _KeyFile(Reporter):
     """A key in a file, which is read at once: this blocks for a moment. Raises FAILED_PRECONDITION if it can't be."""
 
     def __init__(self, path: Path) -> None:

@@ -22,14 +22,9 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
-import structlog
-
 from streamer.config import AdminSection
 from streamer.operating.states import NOT_READY, READY, cut, cut_line
 from streamer.operation import Operations
-from streamer.reporting import Condition, Reporter
-from uprotocol.pacing import Backoff
-from uprotocol.status import UStatusError
 
 if TYPE_CHECKING:
     from streamer.operating.http_port import HttpPort
@@ -39,19 +34,13 @@ LOOP_SHARE: Final = 0.1  # of the loop's time, for answers
 LOOP_S_MAX: Final = 0.25  # ... and at once; the first answer of each page is always made
 
 
-OPEN_MS_MIN: Final = 500  # shortest and ...
-OPEN_MS_MAX: Final = 30_000  # ... longest pause between attempts to open the port after a change
-
-log = structlog.get_logger()
-
-
 class AdminAnswer(NamedTuple):
     status: int
     type: str
     body: bytes
 
 
-class Admin(Reporter):
+class Admin:
     """Serves one streamer at `address` (HOST:PORT). `guard`: token and certificate. `states`: see States.as_dict;
     without it, the state is ready if there are no problems. `status`: a StreamerStatus as JSON. The last answer of a
     page is repeated while answers take more than LOOP_SHARE of the loop's time."""
@@ -70,7 +59,6 @@ class Admin(Reporter):
         operations: Operations | None = None,
     ) -> None:
         self._address, self.port = address, 0  # the port is known once it is open
-        self._trouble = ""  # why it could not be opened after a change
         self._problems, self._metrics, self._notes, self._vehicles = problems, metrics, notes, vehicles
         self._states, self._status = states, status
         self._guard, self._operations = guard or AdminSection(), operations
@@ -97,25 +85,10 @@ class Admin(Reporter):
         self.port = await self._http.open(host.strip("[]"), int(port))
 
     async def change(self, address: str | None, guard: AdminSection) -> None:
-        """Close the port and serve `address`; None: nothing. While it can't be opened, it is tried again, and
-        `conditions` has the reason."""
-        backoff = Backoff(OPEN_MS_MIN, OPEN_MS_MAX)
+        """Closes the port and serves `address`; None: nothing. Raises as `open`."""
         await self.close()
         self._http, self._address, self._guard, self.port = None, address, guard, 0
-        while True:
-            try:
-                await self.open()
-            except UStatusError as error:
-                self._trouble = f"the admin port can't be opened: {error.message}"
-                log.error("the admin port can't be opened; trying again", error=error.message, attempt=backoff.attempt)
-                await backoff.wait()
-            else:
-                self._trouble = ""
-                return
-
-    def conditions(self) -> Iterator[Condition]:
-        if self._trouble:
-            yield Condition(self._trouble)
+        await self.open()
 
     async def close(self) -> None:
         """Closes the port. May be called twice."""

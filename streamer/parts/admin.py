@@ -25,7 +25,7 @@ class AdminPort(Part):
     def __init__(self, assembly: Assembly, parts: Parts) -> None:
         super().__init__(assembly, parts)
         config, status = assembly.config, parts.of(StatusPart)
-        self._opening = PortOpening(assembly.tasks, self.name)
+        self._opening = PortOpening(assembly.tasks, self.name, is_fatal=False)
         self.offered = Operations(parts.operations())  # by the parts before this one; also at the control socket
         self.admin = Admin(
             config.streamer.admin,
@@ -44,7 +44,7 @@ class AdminPort(Part):
         await self.admin.close()
 
     def reporters(self) -> tuple[Reporter]:
-        return (self.admin,)
+        return (self._opening,)
 
     async def check(self, old: Config, new: Config) -> None:
         require_free({new.streamer.admin} - building.addresses_of(old))
@@ -52,4 +52,4 @@ class AdminPort(Part):
     async def after_change(self, old: Config, new: Config, checked: Any) -> None:
         """Nobody waits for it: the change may have been asked for at this port."""
         if (old.streamer.admin, old.admin) != (new.streamer.admin, new.admin):
-            await self._opening.begin(self.admin.change(new.streamer.admin, new.admin))
+            await self._opening.begin(partial(self.admin.change, new.streamer.admin, new.admin))

@@ -4,29 +4,58 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Coroutine, Iterable
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import Final
+
+import structlog
 
 from streamer.assembly import Tasks
+from streamer.reporting import Condition, Reporter
+from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.tasks import end
 from uprotocol.v1.ucode_pb2 import UCode
 
 OPEN_WAIT_S: Final = 3.0  # longest wait of a reload until what it has changed is open
+OPEN_MS_MIN: Final = 500  # shortest and ...
+OPEN_MS_MAX: Final = 30_000  # ... longest pause between attempts to open a port after a change
+
+log = structlog.get_logger()
 
 
-class PortOpening:
-    """Opens a port again in the background: what still tries to open it as it was configured before ends."""
+class PortOpening(Reporter):
+    """Opens a port again in the background, until that works: meanwhile `conditions` has the reason."""
 
-    def __init__(self, tasks: Tasks, what: str) -> None:
-        self._tasks, self._what = tasks, what
+    def __init__(self, tasks: Tasks, what: str, *, is_fatal: bool) -> None:
+        self._tasks, self._what, self._is_fatal = tasks, what, is_fatal
         self._task: asyncio.Task[None] | None = None
+        self._trouble = ""
 
-    async def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    async def begin(self, reopen: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """`reopen` closes the port and opens it as it is configured now. What still tries to open it as it was before
+        ends."""
         if self._task is not None:
             await end(self._task)
-        self._task = self._tasks.start(work, self._what)
+        self._task = self._tasks.start(self._reopen(reopen), self._what)
         return self._task
+
+    async def _reopen(self, reopen: Callable[[], Awaitable[None]]) -> None:
+        backoff = Backoff(OPEN_MS_MIN, OPEN_MS_MAX)
+        while True:
+            try:
+                await reopen()
+            except UStatusError as error:
+                self._trouble = f"the {self._what} can't be opened: {error.message}"
+                event = f"the {self._what} can't be opened; trying again"
+                log.error(event, error=error.message, attempt=backoff.attempt)
+                await backoff.wait()
+            else:
+                self._trouble = ""
+                return
+
+    def conditions(self) -> Iterator[Condition]:
+        if self._trouble:
+            yield Condition(self._trouble, is_fatal=self._is_fatal)
 
 
 def require_free(addresses: Iterable[str | None]) -> None:

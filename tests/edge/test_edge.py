@@ -27,6 +27,7 @@ from streamer.edge.edge import Handlers
 from streamer.edge.places import Places
 from streamer.parts.edge import EdgePart
 from streamer.parts.readiness import Readiness
+from streamer.reporting import Reporter, Sample
 from tests.certificates import DAY, TestAuthority
 from tests.streamer.conftest import make_world as make_world  # a fixture
 from uprotocol.status import UStatusError
@@ -42,6 +43,11 @@ PUBLISH = '[grip]\npublish = "127.0.0.1:0"\n'
 async def http() -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession() as session:
         yield session
+
+
+class ThreeEvents(Reporter):
+    def samples(self) -> list[Sample]:
+        return [("edge_events", ("stream",), 3)]
 
 
 @pytest.fixture
@@ -63,7 +69,7 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> None:
         async def publish(_: web.Request) -> web.StreamResponse:
             return web.Response(text="Published\n")
 
-        return Handlers(None, stream, None, publish, samples=[lambda: [("edge_events", ("stream",), 3)]])
+        return Handlers(None, stream, None, publish, reporters=[ThreeEvents()])
 
     monkeypatch.setattr(EdgePart, "_handlers", make)
 
@@ -71,7 +77,7 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("handlers")
 async def test_a_streamer_serves_its_edge_and_stops_it(make_world: MakeWorld, http: aiohttp.ClientSession) -> None:
     world = await make_world(more=LISTEN + PUBLISH)
-    edge = world.parts.of(EdgePart).edge
+    edge = world.parts.of(EdgePart)
     async with http.get(f"http://127.0.0.1:{edge.port}/stream") as answer:
         assert (answer.status, await answer.text()) == (200, "vehicle1 8000\n")
     async with http.post(f"http://127.0.0.1:{edge.publish_port}/publish/", json={}) as answer:
@@ -90,7 +96,7 @@ async def test_a_streamer_serves_its_edge_and_stops_it(make_world: MakeWorld, ht
 
 async def test_who_configures_no_edge_pays_nothing(make_world: MakeWorld) -> None:
     world = await make_world()
-    assert (world.parts.of(EdgePart).edge.port, world.parts.of(EdgePart).edge.publish_port) == (0, 0)
+    assert (world.parts.of(EdgePart).port, world.parts.of(EdgePart).publish_port) == (0, 0)
     assert not [name for name, _, _ in world.parts.samples() if name.startswith("edge")]
 
 
@@ -277,7 +283,7 @@ async def test_an_item_of_a_publisher_reaches_a_stream_until_its_token_is_withdr
     channel = '[[channel]]\nname = "trip"\ntopic = "//vehicle1/8001/1/8001"\n'
     more = f'{LISTEN}tokens_file = "{file}"\n{PUBLISH}publish_key_file = "{key}"\n{channel}'
     world = await make_world(more=more)
-    edge = world.parts.of(EdgePart).edge
+    edge = world.parts.of(EdgePart)
     stream_url = f"http://127.0.0.1:{edge.port}/stream?topic=up://vehicle1/8001/1/8001&since=earliest"
     async with http.get(stream_url) as answer:
         assert answer.status == 401
@@ -320,7 +326,7 @@ async def test_a_request_that_its_backend_holds_has_the_items_that_are_published
         proxy = f'[[proxy]]\nprefix = "/app"\nbackend = "http://127.0.0.1:{backend.port}"\n'
         channel = '[[channel]]\nname = "trip"\ntopic = "//vehicle1/8001/1/8001"\n'
         world = await make_world(more=LISTEN + PUBLISH + channel + proxy)
-        edge = world.parts.of(EdgePart).edge
+        edge = world.parts.of(EdgePart)
         async with http.get(f"http://127.0.0.1:{edge.port}/app/trip", headers={"Host": "evil.example"}) as answer:
             assert answer.status == 403
         async with http.get(f"http://127.0.0.1:{edge.port}/app/trip") as answer:

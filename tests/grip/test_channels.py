@@ -65,7 +65,7 @@ def chain(*numbers: int, channel: str = "fruit") -> list[Item]:
 
 
 def channels_of(world: World) -> Channels:
-    channels = world.parts.of(EdgePart).edge.handlers.channels
+    channels = world.parts.of(EdgePart).handlers.channels
     assert channels is not None
     return channels
 

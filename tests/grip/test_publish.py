@@ -213,7 +213,7 @@ async def test_a_grip_sig_is_made_for_some_minutes_and_is_what_gripcontrol_expec
 
 async def test_a_streamer_serves_publishers_at_an_address_of_their_own(make_world: Any, key_file: Path) -> None:
     world = await make_world(NETWORKS, more=grip().replace("[grip]\n", f"[grip]\npublish_key_file = '{key_file}'\n"))
-    url = f"http://127.0.0.1:{world.parts.of(EdgePart).edge.publish_port}"
+    url = f"http://127.0.0.1:{world.parts.of(EdgePart).publish_port}"
     with structlog.testing.capture_logs() as logs:
         assert [(await post(url))[0] for _ in range(3)] == [401, 401, 401]
     ((event, why),) = [(one["event"], one["why"]) for one in logs if "status" in one]

@@ -42,11 +42,11 @@ class Party:
         self._curls: list[Curl] = []
 
     async def curl(self) -> Curl:
-        self._curls.append(await Curl.get(self.world.parts.of(EdgePart).edge.port))
+        self._curls.append(await Curl.get(self.world.parts.of(EdgePart).port))
         return self._curls[-1]
 
     async def held(self, count: int) -> None:
-        await until(lambda: self.world.parts.of(EdgePart).edge.places.count["held_stream"] == count)
+        await until(lambda: self.world.parts.of(EdgePart).places.count["held_stream"] == count)
 
     def write(self, text: str) -> dict[str, object]:
         """Returns the item of the new value, to be published."""
@@ -56,7 +56,7 @@ class Party:
         return {"channel": CHANNEL, **ids, "formats": {"http-stream": {"content": text}}}
 
     async def publish(self, *items: dict[str, object]) -> None:
-        url = f"http://{HOST}:{self.world.parts.of(EdgePart).edge.publish_port}/publish/"
+        url = f"http://{HOST}:{self.world.parts.of(EdgePart).publish_port}/publish/"
         async with self._session.post(url, json={"items": list(items)}) as answer:
             assert (answer.status, await answer.text()) == (200, "Published\n")
 

@@ -330,9 +330,9 @@ async def test_the_http_edge_serves_after_a_reload(make_world: MakeWorld) -> Non
     world = await make_world({"vehicle": "", "cloud": "none"}, AT_CLOUD)
     edged = changed(world.config, http={"listen": "127.0.0.1:0"})
     assert await reload(world, edged) == ["~ http.listen: none -> 127.0.0.1:0"]
-    assert world.parts.of(EdgePart).edge.port
+    assert world.parts.of(EdgePart).port
     assert await reload(world, world.config) == ["~ http.listen: 127.0.0.1:0 -> none"]
-    assert not world.parts.of(EdgePart).edge.port
+    assert not world.parts.of(EdgePart).port
 
 
 async def test_the_command_line_reloads(make_world: MakeWorld, tmp_path: Path) -> None:

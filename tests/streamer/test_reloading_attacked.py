@@ -181,7 +181,7 @@ async def test_a_port_that_was_taken_meanwhile_is_given_up_by_the_next_reload(
         world.config, streamer=table(world.config.streamer, {"admin": "127.0.0.1:0"}), http={"listen": "127.0.0.1:0"}
     )
     await reload(world, free)
-    await world.until(lambda: streamer.admin.port and streamer.parts.of(EdgePart).edge.port)
+    await world.until(lambda: streamer.admin.port and streamer.parts.of(EdgePart).port)
     assert not [one for one in streamer.parts.problems() if "can't be opened" in one]
     trying = [one.get_name() for one in asyncio.all_tasks() if one.get_name() in ("HTTP edge", "admin port")]
     assert trying.count("admin port") == 0
@@ -286,7 +286,7 @@ async def test_reloads_there_and_back_leave_nothing_behind(make_world: MakeWorld
         await reload(world, config)
         await world.until(lambda: world.assembly.networks.is_connected(world.assembly.endpoints["cloud"]))
         if number in (10, 59):
-            await world.until(lambda: not world.parts.of(EdgePart).edge.port and not world.streamer.admin.port)
+            await world.until(lambda: not world.parts.of(EdgePart).port and not world.streamer.admin.port)
             await world.until(lambda: not [one for one in asyncio.all_tasks() if one.get_name() == "admin port"])
             for _ in range(LOOKS):  # the tasks that ask a silent uSubscription come and go
                 gc.collect()
