@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 from google.protobuf.message import Message
@@ -30,8 +31,10 @@ from spark_ingest import offsets
 from spark_ingest.client import HistorySession
 from spark_ingest.options import Options
 from spark_ingest.planner import Planner
-from streamer.operating.control import Control, ControlSocket, pause_operations
+from streamer.operating.control import ControlSocket, pause_operations
 from streamer.operation import Operations
+from streamer.part import Parts
+from streamer.parts.control import ControlPart
 from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.paused import Paused
 from uprotocol import uri as uris
@@ -299,8 +302,10 @@ def paused() -> _Kept:
 @cache
 def control() -> Network:
     network = Network()
-    service = Control(network, LocalUriProvider(OWN, ENTITY, VERSION), paused(), [uris.ANY], 1_000)
-    loop().run_until_complete(service.start())
+    config = SimpleNamespace(dispatch=SimpleNamespace(control=[uris.format(uris.ANY)]))
+    local = LocalUriProvider(OWN, ENTITY, VERSION)
+    assembly: Any = SimpleNamespace(hosted=network, local=local, paused=paused(), config=config)
+    loop().run_until_complete(ControlPart(assembly, Parts(assembly, [])).start())
     return network
 
 

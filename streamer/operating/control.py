@@ -1,6 +1,5 @@
-"""The control of a running streamer: by RPC, which pauses and resumes topics, and from the command line.
+"""The control of a running streamer from the command line.
 
-core.ustreamer: Pause, Resume, ListPaused -> does [dispatch] control name the caller? -> Paused
 command line on this machine -> data_dir/control.sock, which only its owner may open -> Operations (operations.py)
              streamer stopped: the file of Paused, under the lock of the log
 """
@@ -12,7 +11,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,14 +23,8 @@ from streamer.operation import Arguments, Operation, Operations
 from streamer.walk import paused as pauses
 from streamer.walk.paused import Pause, Paused
 from uprotocol import uri as uris
-from uprotocol.communication import InMemoryRpcServer
-from uprotocol.core.ustreamer.ids import LIST_PAUSED, PAUSE, RESUME
-from uprotocol.core.ustreamer.v1 import ustreamer_pb2 as wire
-from uprotocol.message import UPayload
 from uprotocol.status import UStatusError, invalid
-from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 LINE_BYTES_MAX: Final = 64 << 10  # of a request
@@ -39,53 +32,6 @@ CONTROL_ANSWER_BYTES_MAX: Final = 16 << 20
 CONTROL_S: Final = 10.0  # enough for a slow disk; a client that is silent, or takes nothing, is disconnected then
 
 log = structlog.get_logger()
-
-
-class Control:
-    """Serves Pause, Resume and ListPaused of core.ustreamer to callers that match one of `allowed`, to no others."""
-
-    def __init__(
-        self, transport: UTransport, local: LocalUriProvider, paused: Paused, allowed: Sequence[UUri], drain_ms_max: int
-    ) -> None:
-        self._paused, self._own = paused, local.get_authority()
-        self.allow(allowed)
-        self._server = InMemoryRpcServer(transport, local, check=self._check, drain_ms_max=drain_ms_max)
-
-    def allow(self, allowed: Iterable[UUri]) -> None:
-        """Changes who may call."""
-        self._allowed = [uris.with_authority(pattern, self._own) for pattern in allowed]
-
-    async def start(self) -> None:
-        """Registers the methods. Raises the errors of the transport."""
-        await self._server.register_request_handler(PAUSE, self._pause)
-        await self._server.register_request_handler(RESUME, self._resume)
-        await self._server.register_request_handler(LIST_PAUSED, self._list)
-
-    async def stop(self) -> None:
-        """Closes the server. May be called twice."""
-        await self._server.close()
-
-    def _check(self, request: UMessage) -> None:
-        source = request.attributes.source
-        if not any(uris.matches(pattern, source) for pattern in self._allowed):
-            why = f"{uris.format(source)} may not stop or start dispatching: [dispatch] control does not name it"
-            raise UStatusError(UCode.PERMISSION_DENIED, why)
-
-    async def _pause(self, request: UMessage) -> wire.PauseResponse:
-        asked = UPayload.of(request).unpack(wire.PauseRequest)
-        await self._paused.pause(asked.topic, asked.peer)
-        return wire.PauseResponse()
-
-    async def _resume(self, request: UMessage) -> wire.ResumeResponse:
-        asked = UPayload.of(request).unpack(wire.ResumeRequest)
-        return wire.ResumeResponse(ended=await self._paused.resume(asked.topic, asked.peer))
-
-    def _list(self, _: UMessage) -> wire.ListPausedResponse:
-        found = wire.ListPausedResponse()
-        for pause in sorted(self._paused):
-            if not pause.origin:  # the message has no place for it: only operators of this machine pause rules
-                found.paused.add(topic=uris.parse(pause.topic), peer=pause.peer)
-        return found
 
 
 PAUSE_ARGUMENTS: Final = ("topic", "peer", "endpoint", "rule_from", "rule_to")

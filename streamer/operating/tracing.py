@@ -9,7 +9,6 @@ Source: OpenTelemetry Protocol 1.9, OTLP/HTTP with binary protobuf.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import http.client
 import importlib.util
@@ -17,7 +16,7 @@ import os
 import ssl
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -25,10 +24,8 @@ from urllib.parse import urlsplit
 import structlog
 
 from streamer.config.sections import TracingSection
-from streamer.letters.dead_letter import DeadLetters
-from streamer.reporting import Reporter, Sample, build
-from streamer.spans import MessageSpans, TraceSpan, Value
-from streamer.walk.endpoint import Endpoint
+from streamer.reporting import build
+from streamer.spans import TraceSpan, Value
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -213,43 +210,3 @@ def _put(attributes: Any, values: dict[str, Value]) -> None:
             added.value.int_value = value
         else:
             added.value.string_value = value
-
-
-class Tracing(Reporter):
-    """The tracing of a streamer: gives its endpoints and dead letters `spans` while there is a collector."""
-
-    def __init__(self, authority: str, endpoints: Iterable[Endpoint], dead_letters: DeadLetters) -> None:
-        self._authority, self._endpoints, self._dead_letters = authority, endpoints, dead_letters
-        self._exporter: SpanExporter | None = None
-        self._before = 0, 0  # exported and lost by earlier exporters
-        self.spans: MessageSpans | None = None
-
-    def change(self, section: TracingSection) -> None:
-        """Begin, end, or send elsewhere. Raises UStatusError, as `check_tracing`."""
-        made = None if section.otlp is None else SpanExporter(section, self._authority)
-        old, self._exporter = self._exporter, made
-        if old is not None:
-            self._before = self._before[0] + old.exported, self._before[1] + old.lost
-            old.end()
-        self.spans = None if made is None else MessageSpans(made.put, section.share)
-        self._dead_letters.spans = self.spans
-        for endpoint in self._endpoints:
-            endpoint.spans = self.spans
-
-    async def close(self) -> None:
-        exporter = self._exporter
-        if exporter is not None:
-            exporter.end()
-            await asyncio.to_thread(exporter.wait)
-
-    def notes(self) -> Iterator[str]:
-        exporter = self._exporter
-        if exporter is not None and exporter.trouble:
-            yield f"spans are lost, {exporter.lost} so far: {exporter.url} does not take them: {exporter.trouble}"
-
-    def samples(self) -> Iterator[Sample]:
-        exported, lost = self._before
-        if self._exporter is not None:
-            exported, lost = exported + self._exporter.exported, lost + self._exporter.lost
-        yield "spans", ("exported",), exported
-        yield "spans", ("lost",), lost

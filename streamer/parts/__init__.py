@@ -9,7 +9,8 @@ readiness.py          The states of the streamer and its endpoints; rates and la
 pumps.py              Positions toward each endpoint; pauses; claims of endpoints that are away or not configured
 senders.py            The traffic of each source authority, and the clocks of the senders
 endpoints.py          The endpoints: their tasks, whose uSubscription is asked there, and how they come and go
-control.py            Pause and resume by RPC; the level of the log
+control.py            Pause and resume by RPC
+log_level.py          Another level of the log, for a while
 history.py            The history service; epochs
 usubscription.py      The embedded uSubscription, which starts as soon as the disk allows it
 interest.py           Who has subscribed to what; subscriptions without a rule

@@ -11,13 +11,14 @@ from streamer.config import Config
 from streamer.part import Part
 from streamer.parts.admin import AdminPort
 from streamer.parts.certificates import CertificatePart
-from streamer.parts.control import ControlPart, LogLevelPart
+from streamer.parts.control import ControlPart
 from streamer.parts.edge import EdgePart
 from streamer.parts.endpoints import EndpointPart, ListeningPart
 from streamer.parts.following import FollowPart, HandOverPart
 from streamer.parts.history import EpochPart, HistoryPart
 from streamer.parts.interest import InterestPart, StoredInterest, WithoutRulePart
 from streamer.parts.letters import LetterPart
+from streamer.parts.log_level import LogLevelPart
 from streamer.parts.losses import DropPart, GapPart, NewStorePart
 from streamer.parts.pumps import ClaimPart, PausePart, PumpPart
 from streamer.parts.readiness import Readiness

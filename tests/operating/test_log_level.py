@@ -8,14 +8,16 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import structlog
 
 from storage import logs
-from streamer.operating.log_level import FOR_S_MAX, LogLevel
+from streamer.config import StreamerSection
 from streamer.operation import Operations
+from streamer.parts.log_level import FOR_S_MAX, LogLevelPart
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -37,15 +39,21 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
 
 
 @pytest.fixture
-def made(written: io.StringIO) -> LogLevel:
-    return LogLevel(lambda: "info")
+def made(written: io.StringIO) -> LogLevelPart:
+    return LogLevelPart(cast("Any", SimpleNamespace(config=configured())), cast("Any", None))
 
 
-async def ask(made: LogLevel, **given: Any) -> dict[str, Any]:
-    return await Operations({"log_level": made.operation()}).answer("log_level", given)
+def configured(**settings: Any) -> Any:
+    return SimpleNamespace(streamer=StreamerSection(**settings))
 
 
-async def test_another_level_is_in_force_at_once_also_for_loggers_in_use(made: LogLevel, written: io.StringIO) -> None:
+async def ask(made: LogLevelPart, **given: Any) -> dict[str, Any]:
+    return await Operations(made.operations()).answer("log_level", given)
+
+
+async def test_another_level_is_in_force_at_once_also_for_loggers_in_use(
+    made: LogLevelPart, written: io.StringIO
+) -> None:
     log = structlog.get_logger().bind(endpoint="cloud")
     log.debug("before")
     assert await ask(made) == {"level": "info", "configured": "info", "ends_in_s": None}
@@ -62,7 +70,7 @@ async def test_another_level_is_in_force_at_once_also_for_loggers_in_use(made: L
     assert [one for one in events if not one.startswith("the log level")] == ["now", "a new one"]
 
 
-async def test_the_configured_level_is_back_after_the_time(made: LogLevel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_configured_level_is_back_after_the_time(made: LogLevelPart, monkeypatch: pytest.MonkeyPatch) -> None:
     timers: list[tuple[float, Any]] = []
     loop = asyncio.get_running_loop()
 
@@ -82,10 +90,10 @@ async def test_the_configured_level_is_back_after_the_time(made: LogLevel, monke
     assert list(made.notes()) == []
 
 
-async def test_a_later_level_ends_the_time_of_an_earlier_one(made: LogLevel) -> None:
+async def test_a_later_level_ends_the_time_of_an_earlier_one(made: LogLevelPart) -> None:
     await ask(made, level="debug", for_s=600)
     assert (await ask(made, level="error"))["ends_in_s"] is None
-    made.keep()  # a reload
+    made.change(configured(), configured(log_format="json"), None)  # a reload
     assert (await ask(made))["level"] == "error"
 
 
@@ -93,7 +101,7 @@ async def test_a_later_level_ends_the_time_of_an_earlier_one(made: LogLevel) -> 
     "given",
     [{"level": "loud"}, {"level": 3}, {"level": "debug", "for_s": 0}, {"level": "debug", "for_s": FOR_S_MAX + 1}],
 )
-async def test_what_is_no_level_changes_nothing(made: LogLevel, given: dict[str, Any]) -> None:
+async def test_what_is_no_level_changes_nothing(made: LogLevelPart, given: dict[str, Any]) -> None:
     with pytest.raises(UStatusError) as error:
         await ask(made, **given)
     assert error.value.code == UCode.INVALID_ARGUMENT

@@ -304,7 +304,10 @@ def test_without_the_package_the_check_says_what_to_install(monkeypatch: pytest.
 
 
 def test_nothing_is_imported_where_nothing_is_traced() -> None:
-    code = "import sys, streamer.app, streamer.operating.tracing as t; from streamer.config import TracingSection; "
-    code += "t.Tracing('a', [], type('D', (), {})()).change(TracingSection()); print('opentelemetry' in sys.modules)"
+    code = "import asyncio, sys, streamer.app; from types import SimpleNamespace as Made; "
+    code += "from streamer.config import TracingSection; from streamer.parts.tracing import TracingPart; "
+    code += "config = Made(authority='a', tracing=TracingSection()); "
+    code += "part = TracingPart(Made(config=config, endpoints=[], dead_letters=Made()), None); "
+    code += "asyncio.run(part.start()); print('opentelemetry' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

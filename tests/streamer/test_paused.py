@@ -22,7 +22,6 @@ from streamer.data_dir import CONTROL_SOCKET, PAUSES_FILE
 from streamer.egress import losses, reading_back
 from streamer.egress import pump as egress
 from streamer.egress.pump import Pump
-from streamer.operating import control
 from streamer.operating.control import ControlSocket, ask, pause_operations
 from streamer.operation import Operations
 from streamer.walk import paused as pauses
@@ -33,6 +32,7 @@ from streamer.walk.view import Rule, Rules, View
 from transports.base import stopped
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
+from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2 as wire
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder, UPayload
@@ -449,9 +449,9 @@ async def test_whom_the_operator_names_may_pause_resume_and_list(make_world: Mak
     stranger, neighbour = await world.node("cloud", "cloud", 0x9002), await world.node("vehicle", "vehicle1", 0x9001)
     speed = await world.hear(cloud, SPEED)
     requests = (
-        (control.PAUSE, wire.PauseRequest(topic=SPEED, peer="cloud")),
-        (control.RESUME, wire.ResumeRequest(topic=SPEED, peer="cloud")),
-        (control.LIST_PAUSED, wire.ListPausedRequest()),
+        (ids.PAUSE, wire.PauseRequest(topic=SPEED, peer="cloud")),
+        (ids.RESUME, wire.ResumeRequest(topic=SPEED, peer="cloud")),
+        (ids.LIST_PAUSED, wire.ListPausedRequest()),
     )
     for node in (stranger, neighbour):
         for method, request in requests:
@@ -466,8 +466,8 @@ async def test_whom_the_operator_names_may_pause_resume_and_list(make_world: Mak
     assert (await call(cloud, *requests[1])).unpack(wire.ResumeResponse).ended == 1
     await speed.expect(1)
     assert await code_of(call(cloud, *requests[1])) == UCode.NOT_FOUND
-    assert await code_of(call(cloud, control.PAUSE, wire.PauseRequest(topic=SPEED, peer="nowhere"))) == UCode.NOT_FOUND
-    assert await code_of(call(cloud, control.PAUSE, wire.PauseRequest(peer="cloud"))) == UCode.INVALID_ARGUMENT
+    assert await code_of(call(cloud, ids.PAUSE, wire.PauseRequest(topic=SPEED, peer="nowhere"))) == UCode.NOT_FOUND
+    assert await code_of(call(cloud, ids.PAUSE, wire.PauseRequest(peer="cloud"))) == UCode.INVALID_ARGUMENT
 
 
 async def test_nobody_may_unless_the_operator_says_so(make_world: MakeWorld) -> None:
@@ -475,7 +475,7 @@ async def test_nobody_may_unless_the_operator_says_so(make_world: MakeWorld) -> 
     for network, authority in (("vehicle", "vehicle1"), ("cloud", "cloud")):
         node = await world.node(network, authority, 0x9001)
         assert (
-            await code_of(call(node, control.PAUSE, wire.PauseRequest(topic=SPEED, peer="cloud")))
+            await code_of(call(node, ids.PAUSE, wire.PauseRequest(topic=SPEED, peer="cloud")))
             == UCode.PERMISSION_DENIED
         )
     assert list(world.assembly.paused) == []

@@ -389,7 +389,7 @@ SECTIONS: dict[str, dict[str, Effect | str]] = {
         "otlp": ("http://127.0.0.1:9", lambda one: one.config.tracing.otlp == "http://127.0.0.1:9"),  # test_tracing.py
         **dict.fromkeys(("share", "service_name", "headers_file", "ca_file"), ("", None)),  # they need `otlp`
     },
-    "dispatch": {"control": ([DOOR], lambda one: one.parts.of(ControlPart)._control._allowed == [uris.parse(DOOR)])},
+    "dispatch": {"control": ([DOOR], lambda one: one.parts.of(ControlPart)._allowed == [uris.parse(DOOR)])},
 }
 # the HTTP edge is made again of its sections; these need files, or another section
 EDGE = ("http", "grip", "channel", "proxy")
@@ -444,7 +444,7 @@ async def test_a_key_takes_effect_or_needs_a_restart(
 ) -> None:
     world = await make_world({"vehicle": "", "cloud": "remote"}, AT_CLOUD)
     configured: list[tuple[str, str]] = []
-    monkeypatch.setattr("streamer.parts.control.logs.configure", lambda *levels: configured.append(levels))
+    monkeypatch.setattr("streamer.parts.log_level.logs.configure", lambda *levels: configured.append(levels))
     effect, config = SECTIONS[name][key], world.config
     if key == "authority":
         return  # test_reloading.py
