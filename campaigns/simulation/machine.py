@@ -243,14 +243,14 @@ class GatewayProcess(MachineProcess):
 
         streamer.assembly.follows.on_gap = tapped
         if self.machine.name == "V" and (rest := self.machine.world.rest) is not None:
-            report = streamer.parts.of(RecoveryPart).recoveries.on_gap
+            report = streamer.parts.of(RecoveryPart).on_gap
 
             def reported(topic: UUri, source: Log, what: str) -> None:
                 rest.checker.gap(topic, what)
                 report(topic, source, what)
 
-            streamer.parts.of(RecoveryPart).recoveries.on_gap = reported
-            streamer.parts.of(RecoveryPart).recoveries.on_answer = rest.checker.answered
+            streamer.parts.of(RecoveryPart).on_gap = reported
+            streamer.parts.of(RecoveryPart).on_answer = rest.checker.answered
 
 
 def _share_of_a_small_tail(log: Log, after: int) -> float:

@@ -16,7 +16,7 @@ usubscription.py      The embedded uSubscription, which starts as soon as the di
 interest.py           Who has subscribed to what; subscriptions without a rule
 following.py          Histories that are followed, and our history handed over
 edge.py               The HTTP edge
-recovery.py           Recovery sources
+recovery.py           Recovery sources, and the gates of their topics
 certificates.py       When certificates expire
 unmatched.py          Patterns of the configuration that match nothing
 status.py             What a streamer does, and why: one object; backups

@@ -4,7 +4,6 @@ appending.py          Appends the messages of one topic in order, each batch wit
 asking.py             A source in use: whatever it does is bounded, counted, and reported
 gates.py              Gate: messages of one topic pass in order, and wait where one may be missing
 http_source.py        The source `http`: a REST history in the shape of a Grip-Link
-recoveries.py         Recoveries: the sources of the configuration, and the gates of their topics
 source.py             The interface for authors of sources, under its public name
 waiting.py            The messages that wait at a gate, and the order of recovered ones
 """

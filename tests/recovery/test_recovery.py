@@ -19,8 +19,9 @@ from pydantic import BaseModel
 from history.records.chunk import Chunk
 from streamer.config import loads
 from streamer.operating.metrics import expose
+from streamer.parts import recovery as parts
 from streamer.parts.recovery import RecoveryPart
-from streamer.recovery import gates, recoveries
+from streamer.recovery import gates
 from streamer.recovery_source import Fetched, RecoveryPlugin, RecoverySource, create
 from tests.history.world import virtually
 from tests.recovery.model import OTHER, TIMEOUT_S, TOPIC, ChainedSource, ModelSource, Recovered, number_of, publication
@@ -118,7 +119,7 @@ async def test_a_source_is_not_asked_when_another_network_is_back(make_world: Ma
     car = await world.node("vehicle", "vehicle1")
     await car.send(publication(1))
     await until_numbers(world, [1])
-    (gate,) = world.parts.of(RecoveryPart).recoveries
+    (gate,) = world.parts.of(RecoveryPart)
     await world.until(lambda: not gate.is_asking)
     asked = gate.source.counts["asked"]
     other: Any = world.assembly.endpoints["cloud"].transport
@@ -172,13 +173,13 @@ async def test_one_source_serves_many_topics_of_a_pattern(make_world: MakeWorld,
         for topic in topics:
             while await numbers_of(world, topic) != [1]:  # noqa: ASYNC110 - a log has no event for it
                 await asyncio.sleep(0.02)
-    assert len(list(world.parts.of(RecoveryPart).recoveries)) == len(topics)
+    assert len(list(world.parts.of(RecoveryPart))) == len(topics)
 
 
 async def test_topics_beyond_the_limit_are_recorded_without_their_source(
     make_world: MakeWorld, history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recoveries, "GATES_MAX", 1)
+    monkeypatch.setattr(parts, "GATES_MAX", 1)
     world = await make_world(more=recovery(history))
     car = await world.node("vehicle", "vehicle1")
     for topic in (TOPIC, OTHER):
