@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from history.log.log import Log
@@ -67,9 +67,6 @@ class Lags:
             fresh[owner] = found
         self._on_disk = fresh
 
-    def forget(self, owner: Pump | Log) -> None:
-        self._on_disk.pop(owner, None)
-
     def appended_ms(self, owner: Pump | Log, log: Log, after: int) -> int:
         """Returns Unix milliseconds; 0: there is no record behind `after`, or its time is not known yet."""
         if after >= log.newest_seq:
@@ -93,9 +90,7 @@ class Meters:
         """`endpoints`, `pumps`: those of now, whenever they are asked. `now_ms`: Unix milliseconds."""
         self._endpoints, self._pumps, self._logs = endpoints, pumps, logs
         self.now_s, self._now_ms = asyncio.get_running_loop().time, now_ms
-        self._received: dict[Endpoint, Meter] = {}
-        self._forwarded: dict[Endpoint, Meter] = {}
-        self._flows: dict[tuple[str, Endpoint], Meter] = {}
+        self._meters: dict[tuple[Endpoint, str, str], Meter] = {}  # by endpoint, what, and origin of a flow
         self._lags = Lags()
         self._commits: dict[Log, tuple[Durations, Durations]] = {}  # all of a transaction, and the COMMIT at its end
 
@@ -112,24 +107,18 @@ class Meters:
         """Brings all meters up to date."""
         now_s, now_ms = self.now_s(), self._now_ms()
         for endpoint in self._endpoints:
-            for meters, count in ((self._received, endpoint.received), (self._forwarded, endpoint.forwarded)):
-                self._of(meters, endpoint, now_s).look(count, now_s, now_ms)
-            for origin, count in endpoint.forwarded_from.items():
-                key = origin, endpoint
-                if key not in self._flows:
-                    self._flows[key] = Meter(now_s)
-                self._flows[key].look(count, now_s, now_ms)
+            counts = {("received", ""): endpoint.received, ("forwarded", ""): endpoint.forwarded}
+            counts |= {("flow", origin): count for origin, count in endpoint.forwarded_from.items()}
+            for (what, origin), count in counts.items():
+                key = endpoint, what, origin
+                if key not in self._meters:
+                    self._meters[key] = Meter(now_s)
+                self._meters[key].look(count, now_s, now_ms)
         for log in self._logs:
             self._count_commits(log)
 
     def remove_endpoint(self, endpoint: Endpoint) -> None:
-        for meters in (self._received, self._forwarded):
-            meters.pop(endpoint, None)
-        for key in [key for key in self._flows if endpoint in key]:
-            del self._flows[key]
-
-    def remove_pump(self, pump: Pump) -> None:
-        self._lags.forget(pump)
+        self._meters = {key: meter for key, meter in self._meters.items() if key[0] is not endpoint}
 
     def _count_commits(self, log: Log) -> None:
         while log.durations:  # the writer's thread appends meanwhile
@@ -138,23 +127,19 @@ class Meters:
             commits.add(commit_s)
             fsyncs.add(fsync_s)
 
-    def _of(self, meters: dict[Endpoint, Meter], endpoint: Endpoint, now_s: float) -> Meter:
-        if endpoint not in meters:
-            meters[endpoint] = Meter(now_s)
-        return meters[endpoint]
-
     def received(self, endpoint: Endpoint) -> tuple[float, int]:
         """Returns messages per second, and when the last one came (Unix milliseconds; 0: none has)."""
-        return self._rate_and_time(self._received.get(endpoint))
+        return self._rate_and_time(endpoint, "received")
 
     def forwarded(self, endpoint: Endpoint) -> tuple[float, int]:
         """Returns messages per second, and when the last one left."""
-        return self._rate_and_time(self._forwarded.get(endpoint))
+        return self._rate_and_time(endpoint, "forwarded")
 
     def flow_per_s(self, origin: str, to: Endpoint) -> float:
-        return self._rate_and_time(self._flows.get((origin, to)))[0]
+        return self._rate_and_time(to, "flow", origin)[0]
 
-    def _rate_and_time(self, meter: Meter | None) -> tuple[float, int]:
+    def _rate_and_time(self, endpoint: Endpoint, what: str, origin: str = "") -> tuple[float, int]:
+        meter = self._meters.get((endpoint, what, origin))
         return (0.0, 0) if meter is None else (meter.per_s(self.now_s()), meter.rose_ms)
 
     def lag_s(self, pump: Pump) -> float:
@@ -169,16 +154,11 @@ class Meters:
 
     def samples(self) -> Iterator[Sample]:
         self.count()
-        for family, meters in (("last_received_seconds", self._received), ("last_forwarded_seconds", self._forwarded)):
-            yield from _last(family, meters)
+        for (endpoint, what, _), meter in self._meters.items():
+            if what != "flow" and meter.rose_ms:
+                yield f"last_{what}_seconds", (endpoint.name,), meter.rose_ms / 1000
         for log, (commits, fsyncs) in self._commits.items():
             yield "log_commit_seconds", (log.name,), commits
             yield "log_fsync_seconds", (log.name,), fsyncs
         for pump in self._pumps:
             yield "lag_seconds", (pump.peer.name, pump.log.name), self.lag_s(pump)
-
-
-def _last(family: str, meters: Mapping[Endpoint, Meter]) -> Iterator[Sample]:
-    for endpoint, meter in meters.items():
-        if meter.rose_ms:
-            yield family, (endpoint.name,), meter.rose_ms / 1000

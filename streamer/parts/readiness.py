@@ -65,5 +65,3 @@ class Readiness(Part):
 
     def pumps_removed(self, attached: Attached) -> None:
         del self.clocks[attached.endpoint.name]
-        for pump in attached.pumps:
-            self.meters.remove_pump(pump)
