@@ -174,18 +174,14 @@ async def _create(config: Config, stopping: asyncio.Event, file: Path | None) ->
             log.error("the streamer can't start; trying again", error=trouble)
         status = status_without_start(config, file, trouble, since_ms, REAL.now_ms())
         operations = operations_without_start(status)
-        admin: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
-        if config.streamer.admin is not None:
-            names = [one.name for one in config.endpoint]
-            states = partial(of_one_that_cant_start, names, trouble, since_ms)
-            admin = Admin(
-                config.streamer.admin,
-                [trouble].copy,
-                states=states,
-                status=status.model_dump_json().encode,
-                guard=config.admin,
-                operations=operations,
-            )
+        admin = Admin(
+            config.streamer.admin,
+            [trouble].copy,
+            states=partial(of_one_that_cant_start, [one.name for one in config.endpoint], trouble, since_ms),
+            status=status.model_dump_json().encode,
+            guard=config.admin,
+            operations=operations,
+        )
         with contextlib.suppress(TimeoutError):
             async with admin, SpareSocket(config.streamer.data_dir, operations):
                 async with asyncio.timeout(backoff.next_ms() / 1000):

@@ -62,7 +62,7 @@ class Admin:
         self._problems, self._metrics, self._notes, self._vehicles = problems, metrics, notes, vehicles
         self._states, self._status = states, status
         self._guard, self._operations = guard or AdminSection(), operations
-        self._made: dict[Callable[[], AdminAnswer], AdminAnswer] = {}  # the last answers
+        self._made: dict[str, AdminAnswer] = {}  # the last answer of each page
         self._left_s, self._refilled_at = LOOP_S_MAX, time.perf_counter()
         self._http: HttpPort | None = None
 
@@ -101,13 +101,13 @@ class Admin:
         return AdminAnswer(200, "application/json", b'{"status":"alive"}\n')
 
     def metrics(self) -> AdminAnswer:
-        return self._kept(self._make_metrics)
+        return self._kept("metrics", lambda: AdminAnswer(200, "text/plain; version=0.0.4", self._metrics()))
 
     def ready(self) -> AdminAnswer:
-        return self._kept(self._make_ready)
+        return self._kept("ready", self._make_ready)
 
     def status(self) -> AdminAnswer:
-        return self._kept(self._make_status)
+        return self._kept("status", lambda: AdminAnswer(200, "application/json", self._status() + b"\n"))
 
     def vehicles(self) -> Iterator[bytes] | None:
         """Returns the list in slices; None if requested too often: it is too long to be kept."""
@@ -122,9 +122,6 @@ class Admin:
                 return
             yield part
 
-    def _make_metrics(self) -> AdminAnswer:
-        return AdminAnswer(200, "text/plain; version=0.0.4", self._metrics())
-
     def _make_ready(self) -> AdminAnswer:
         problems = cut(self._problems())
         report = {"status": NOT_READY if problems else READY, **self._states()}
@@ -134,14 +131,11 @@ class Admin:
         report |= {"problems": problems, "notes": cut(self._notes())}
         return AdminAnswer(status, "application/json", json.dumps(report).encode() + b"\n")
 
-    def _make_status(self) -> AdminAnswer:
-        return AdminAnswer(200, "application/json", self._status() + b"\n")
-
-    def _kept(self, make: Callable[[], AdminAnswer]) -> AdminAnswer:
-        if make not in self._made or self._may_work():
+    def _kept(self, page: str, make: Callable[[], AdminAnswer]) -> AdminAnswer:
+        if page not in self._made or self._may_work():
             with self._working():
-                self._made[make] = make()
-        return self._made[make]
+                self._made[page] = make()
+        return self._made[page]
 
     def _may_work(self) -> bool:
         now = time.perf_counter()
