@@ -104,17 +104,10 @@ def usable(path: Path) -> Config:
     """Returns the configuration in a file. Raises UStatusError for its mistakes, and for files named there that can't
     be used."""
     config = configs.load(path)
-    usable_files(config, path)
-    return config
-
-
-def usable_files(config: Config, path: Path) -> list[Finding]:
-    """Returns what is notable about the files that a configuration names. Raises FAILED_PRECONDITION if one of them
-    can't be used."""
     found = findings(config, path.read_text(encoding="utf-8-sig"))
     if wrong := _lines(path, [one for one in found if one.fatal]):
         raise UStatusError(UCode.FAILED_PRECONDITION, "\n".join(wrong))
-    return found
+    return config
 
 
 def _lines(path: Path, found: Iterable[Finding]) -> list[str]:

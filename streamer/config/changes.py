@@ -179,8 +179,7 @@ def _keys(old: Any, new: Any, within: str = "") -> Iterator[tuple[str, str]]:
 def _listed(before: list[Any], after: list[Any]) -> str:
     parts = [*(f"-{_shown(one)}" for one in before if one not in after)]
     parts += [f"+{_shown(one)}" for one in after if one not in before]
-    text = " ".join(parts) or "in another order"
-    return text if len(text) <= CHANGED_CHARACTERS_MAX else text[:CHANGED_CHARACTERS_MAX] + "..."
+    return _shown(" ".join(parts) or "in another order")
 
 
 def _shown(value: Any) -> str:

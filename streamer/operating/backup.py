@@ -49,6 +49,7 @@ from streamer.data_dir import (
 )
 from streamer.operation import NUMBER_MAX, Arguments, Operation
 from uprotocol.status import UStatusError, invalid
+from uprotocol.uuid import moment
 from uprotocol.v1.ucode_pb2 import UCode
 
 FORMAT: Final = 1  # of the manifest
@@ -176,7 +177,7 @@ def back_up(
         raise invalid(f"there is no log at {log_file}: is {data_dir} the data_dir of a streamer that has run?")
     if directory.parent.resolve() == data_dir.resolve() and _is_reserved(directory.name):
         raise UStatusError(UCode.FAILED_PRECONDITION, f"{directory} has a name of our own files: choose another one")
-    began, started = _now(), time.monotonic()
+    began, started = moment(REAL.now_ms()), time.monotonic()
     with _errors("the backup", directory), _new_folder(directory, disk):
 
         def kept_bytes() -> int:
@@ -209,13 +210,12 @@ def _is_reserved(name: str) -> bool:
 
 
 def _manifest(directory: Path, authority: str, began: str, copied: Copied, pace: CopyPace) -> Manifest:
-    ended = _now()
     return Manifest(
         format=FORMAT,
         program=metadata.version("up-streamer"),
         authority=authority,
         began=began,
-        time=ended,
+        time=moment(REAL.now_ms()),
         incarnation=copied.incarnation.hex(),
         oldest_seq=copied.oldest_seq,
         newest_seq=copied.newest_seq,
@@ -271,10 +271,6 @@ def _errors(what: str, target: Path) -> Iterator[None]:
         elif is_damage(error) or isinstance(error, BadMarkError):
             code, why = UCode.DATA_LOSS, f"a store is damaged ({error}): see 'up-streamer history verify'"
         raise UStatusError(code, f"{what} was given up: {why}") from error
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 # Restore
