@@ -6,7 +6,6 @@ control.py            The control of a running streamer from the command line
 drops.py              Messages that were dropped although their network was told that they were taken
 http_port.py          The HTTP server of the admin port
 known.py              Payloads that people can read and write as JSON
-letters.py            Dead letters: list, resend, purge
 meters.py             Rates, times of the last message, and lags, from counters that the parts keep anyway
 metrics.py            The counters of a streamer as Prometheus metrics, with those of its process, read only on request
 new_stores.py         A data_dir that is new, although others know what was in an earlier one

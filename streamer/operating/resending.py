@@ -87,7 +87,7 @@ class Resender:
         hosted: HostedTransport,
         ingresses: Mapping[str, Ingress],
         pace_of: Callable[[str], Pace | None],
-        renamed: Callable[[], Mapping[str, str]] = dict,
+        renamed: Callable[[], Mapping[str, str]],
     ) -> None:
         """`pace_of` the messages to an endpoint, shared with its pumps. `renamed`: the present names of endpoints by
         their former ones."""

@@ -3,7 +3,7 @@
 order.py              The parts in the order in which they start, and why each is where it is
 storage.py            The logs and the disk
 tracing.py            Spans of traced messages
-letters.py            Dead letters
+letters.py            Dead letters: list, resend, purge
 losses.py             Gaps, dropped messages, stores that are new
 readiness.py          The states of the streamer and its endpoints; rates and lags
 pumps.py              Positions toward each endpoint; pauses; claims of endpoints that are away or not configured
