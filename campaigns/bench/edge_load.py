@@ -24,8 +24,8 @@ from aiohttp_sse import EventSourceResponse
 from history.log.log import Log
 from history.service.service import HistoryService
 from streamer.config.edge import HttpSection
-from streamer.edge.places import Places
 from streamer.edge.streams import HttpStreams
+from streamer.http.places import Places
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload

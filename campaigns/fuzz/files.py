@@ -33,10 +33,10 @@ from streamer.commands.demo import drive
 from streamer.config import AdminSection
 from streamer.config.edge import HttpSection
 from streamer.edge.callers import Callers
-from streamer.edge.places import Places
 from streamer.edge.server import EdgeServer
 from streamer.edge.tokens import read_tokens
 from streamer.http.lines import Line, Lines, Listener
+from streamer.http.places import Places
 from streamer.letters.dead_letter import LetterStore
 from streamer.letters.selection import LetterFilter
 from streamer.operating.http_port import LIMITS, HttpPort

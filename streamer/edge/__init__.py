@@ -8,7 +8,6 @@ handlers.py           What answers requests: streams, the proxy, the channels of
 server.py             The HTTP servers: for clients at http.listen, and for publishers at grip.publish
 callers.py            Who asks: the uEntity of a token, and which pages of a browser may ask
 tokens.py             The file of tokens: a line for each client, its uEntity and its token
-places.py             Places: the clients that hold a connection, and what the edge refused
 streams.py            GET /stream: server-sent events, or a page of them
 query.py              The parameters of a request
 clients.py            One client of a stream, and the output to it

@@ -21,9 +21,9 @@ from aiohttp import HttpVersion11, web
 
 from streamer.config.edge import GripSection, HttpSection
 from streamer.edge.callers import Callers
-from streamer.edge.places import Places
 from streamer.http.hosts import host_of, is_known_host
 from streamer.http.lines import SERVER, Latest, Limits, Line, Lines, Listener, SeldomLog, latest_tls
+from streamer.http.places import Places
 from streamer.http.statuses import RETRY_LATER, STATUSES
 from streamer.reporting import Condition, Reporter, Sample
 from uprotocol.status import UStatusError

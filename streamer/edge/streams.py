@@ -13,21 +13,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 from aiohttp import web
 from aiohttp_sse import EventSourceResponse
 
 from streamer.config.edge import HttpSection
+from streamer.edge.callers import Callers
 from streamer.edge.clients import Output, StreamClient
 from streamer.edge.epoch_reader import EpochReader
 from streamer.edge.events import gap_of
 from streamer.edge.feeds import BUSY_CODES, Feeds, ReadableHistory
-from streamer.edge.places import Places
 from streamer.edge.positions import StreamStart, position_text
 from streamer.edge.query import Query
 from streamer.http.lines import SeldomLog
+from streamer.http.places import Places
 from streamer.http.statuses import STATUSES
 from streamer.reporting import Reporter, Sample
 from uprotocol import uri as uris
@@ -41,22 +42,10 @@ EPOCH_CLIENTS_MAX: Final = 64  # each may hold epoch_reader.EPOCH_BYTES_MAX
 log = structlog.get_logger()
 
 
-class CallersOfStreams(Protocol):
-    """Says who asks."""
-
-    async def of(self, request: web.Request) -> UUri:
-        """Returns the uEntity as which the client reads. Raises web.HTTPException: 401, 403."""
-
-    def still_allowed(self, request: web.Request, caller: UUri) -> bool:
-        """Returns False if the client's token was withdrawn since then."""
-
-
 class HttpStreams(Reporter):
     """Serves GET /stream from `history`. What it counts is in `places`: events and gaps, and who was refused."""
 
-    def __init__(
-        self, history: ReadableHistory, callers: CallersOfStreams, section: HttpSection, places: Places
-    ) -> None:
+    def __init__(self, history: ReadableHistory, callers: Callers, section: HttpSection, places: Places) -> None:
         self._history, self._callers, self._section, self._places = history, callers, section, places
         self._feeds = Feeds(history, has_callers=section.tokens_file is not None)
         self._epoch_clients, self._log = 0, SeldomLog()

@@ -12,15 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from datetime import UTC, datetime
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 
+from streamer.grip.channels import Channels
 from streamer.grip.headers import Instruction
-from streamer.grip.items import Item
 from streamer.grip.link import LinkAnswer, Links, place_of, resolved
 from streamer.reporting import Condition
-from uprotocol.callbacks import Remove
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError, invalid
 from uprotocol.tasks import end
@@ -32,20 +31,10 @@ FAILING_MAX: Final = 100  # links whose failures are remembered; a condition nam
 log = structlog.get_logger()
 
 
-class HeardChannels(Protocol):
-    """What held requests need of the channels."""
-
-    def last_id(self, name: str) -> str | None:
-        """Raises NOT_FOUND for an unknown channel."""
-
-    def listen(self, name: str, on_item: Callable[[Item], None]) -> Remove:
-        """Calls `on_item` with each item, in order, once it is committed. Raises NOT_FOUND."""
-
-
 _Key = tuple[str, str, tuple[tuple[str, str], ...]]  # url, host, last ids
 
 
-def check_hold(instruction: Instruction, channels: HeardChannels) -> None:
+def check_hold(instruction: Instruction, channels: Channels) -> None:
     """Raises INVALID_ARGUMENT, which names the header, if a request can't be held so."""
     if not instruction.channels:
         raise invalid("Grip-Channel: expected the channels of the hold, got none")
@@ -70,7 +59,7 @@ class SharedLinks:
     """All links of the held streams. Its count says what was first: an item, or a request. `backoff`: the pauses of a
     link that fails; whoever asks it meanwhile waits for their end, and shares the next request."""
 
-    def __init__(self, links: Links, channels: HeardChannels, backoff: Backoff) -> None:
+    def __init__(self, links: Links, channels: Channels, backoff: Backoff) -> None:
         self._links, self._channels, self._backoff = links, channels, backoff
         self._count = itertools.count(1)
         self._flying: dict[_Key, _Request] = {}

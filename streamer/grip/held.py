@@ -13,7 +13,8 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Final, Self
 
-from streamer.grip.asking import HeardChannels, SharedLinks
+from streamer.grip.asking import SharedLinks
+from streamer.grip.channels import Channels
 from streamer.grip.headers import HeldChannel, Instruction
 from streamer.grip.items import Item, ResponseFormat
 from streamer.grip.link import LinkAnswer, resolved
@@ -33,7 +34,7 @@ Write = Callable[[bytes], Awaitable[None]]
 class _Held:
     """Hears the items of the channels of a hold."""
 
-    def __init__(self, channels: HeardChannels, tick: Callable[[], int]) -> None:
+    def __init__(self, channels: Channels, tick: Callable[[], int]) -> None:
         self._channels, self._tick = channels, tick
         self._removes: dict[str, Remove] = {}
         self._succession = Succession()
@@ -73,7 +74,7 @@ class HeldStream(_Held):
     and when the stream is idle or needs a sign of life (`_active`, `_idle_at`, `_alive_at`).
     """
 
-    def __init__(self, channels: HeardChannels, links: SharedLinks, write: Write, url: str, host: str = "") -> None:
+    def __init__(self, channels: Channels, links: SharedLinks, write: Write, url: str, host: str = "") -> None:
         super().__init__(channels, links.tick)
         self._links, self._write, self._url, self._host = links, write, url, host
         self._hold: Instruction | None = None

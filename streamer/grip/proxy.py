@@ -13,8 +13,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Final, Protocol
+from typing import Final
 from urllib.parse import unquote
 
 import aiohttp
@@ -24,12 +23,14 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from streamer.config.edge import HttpSection, ProxySection
-from streamer.grip.asking import HeardChannels, SharedLinks, check_hold
+from streamer.grip.asking import SharedLinks, check_hold
+from streamer.grip.channels import Channels
 from streamer.grip.headers import Instruction, grip_last
 from streamer.grip.held import RESPONSE_TIMEOUT_S, HeldRequest, HeldStream
 from streamer.grip.items import ResponseFormat
 from streamer.grip.link import Links, Sign, place_of, reason_of, resolved
 from streamer.http.lines import SeldomLog, break_off
+from streamer.http.places import Places
 from streamer.reporting import Condition, Reporter, Sample, each
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError, invalid
@@ -53,22 +54,6 @@ REFUSED_METHODS: Final = ("CONNECT", "TRACE")  # the answer to TRACE has what on
 log = structlog.get_logger()
 
 
-class HeldClients(Protocol):
-    """The clients of the edge that hold a connection, and what it counts of them."""
-
-    events: Counter[str]  # by kind of client
-
-    @property
-    def are_full(self) -> bool:
-        """One more has to come back later."""
-
-    def turned_away(self, reason: str, why: str) -> None:
-        """A client was told to come back later."""
-
-    def taken(self, kind: str) -> AbstractContextManager[None]:
-        """The current task serves a client of this kind."""
-
-
 class _EndError(Exception):
     """The answer to a client ends before it is complete: its connection is cut. `reason`: the name of a count; "" if
     the client has gone."""
@@ -85,9 +70,9 @@ class Proxy(Reporter):
         self,
         sections: Sequence[ProxySection],
         http: HttpSection,
-        channels: HeardChannels,
+        channels: Channels,
         links: Links,
-        clients: HeldClients,
+        clients: Places,
         sign: Sign | None = None,
         backoff: Backoff | None = None,
     ) -> None:

@@ -11,7 +11,7 @@ from streamer import building
 from streamer.assembly import Assembly
 from streamer.config import Config
 from streamer.edge.edge import Handlers, check_extra, is_wanted
-from streamer.edge.places import Places
+from streamer.http.places import Places
 from streamer.part import Part, Parts
 from streamer.parts.ports import OPEN_WAIT_S, PortOpening, require_free
 from streamer.reporting import Reporter

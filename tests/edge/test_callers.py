@@ -19,8 +19,8 @@ from campaigns.fuzz.registry import refusing
 from streamer.config.edge import HttpSection
 from streamer.edge import callers as modules
 from streamer.edge.callers import Callers
-from streamer.edge.places import Places
 from streamer.edge.tokens import FILE_BYTES_MAX, MISTAKES_SHOWN_MAX, read_tokens
+from streamer.http.places import Places
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode

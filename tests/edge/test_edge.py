@@ -24,7 +24,7 @@ from streamer.config import loads
 from streamer.edge import callers as modules
 from streamer.edge.callers import Callers
 from streamer.edge.edge import Handlers
-from streamer.edge.places import Places
+from streamer.http.places import Places
 from streamer.parts.edge import EdgePart
 from streamer.parts.readiness import Readiness
 from streamer.reporting import Reporter, Sample

@@ -21,10 +21,10 @@ from yarl import URL
 from streamer.config.edge import GripSection, HttpSection
 from streamer.edge import server as servers
 from streamer.edge.callers import Callers
-from streamer.edge.places import Places
 from streamer.edge.server import EdgeServer, Handler, PublishServer
 from streamer.http import lines
 from streamer.http.lines import ACCEPTED_AT_ONCE, break_off
+from streamer.http.places import Places
 from tests.certificates import TestAuthority
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode

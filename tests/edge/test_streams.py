@@ -24,9 +24,9 @@ from history.service.matches import Sight, Sights
 from streamer.config.edge import HttpSection
 from streamer.edge import feeds
 from streamer.edge.callers import Callers
-from streamer.edge.places import Places
 from streamer.edge.server import EdgeServer
 from streamer.edge.streams import HttpStreams
+from streamer.http.places import Places
 from tests.history.test_epochs_whole import FRONTIERS, START_MS, message
 from tests.history.world import HistoryWorld, publishes
 from uprotocol import uri as uris
