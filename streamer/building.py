@@ -32,7 +32,7 @@ from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import USUBSCRIPTION, HostedTransport
 from streamer.walk.ingress import IdWindow, Logs
 from streamer.walk.sender import SENDERS_SHARE
-from streamer.walk.view import Rule
+from streamer.walk.view import Rule, Rules
 from transports import certificates
 from transports import plugin as plugins
 from transports.base import TransportSettings
@@ -160,15 +160,16 @@ def make_transport(config: Config, section: EndpointSection) -> UTransport:
     """Returns the transport of an endpoint, not open. Raises UStatusError as `transports.plugin.create`."""
     named = [authority for authority in section.authorities if not uris.is_pattern(authority)]
     authority = config.authority if config.authority in named or not named else named[0]
-    return plugins.create(section.transport, section.settings, LocalUriProvider(authority, ids.ENTITY, ids.VERSION))
+    local = LocalUriProvider(authority, ids.ENTITY, ids.VERSION)
+    transport = plugins.create(section.transport, section.settings, local)
+    transport.message_bytes_max, transport.refused = config.limits.message_bytes_max, {}
+    return transport
 
 
 def transport_of(config: Config, section: EndpointSection) -> UTransport:
     """Returns the transport of an endpoint, not open; one that only reports why, if its constructor fails."""
     try:
-        transport = make_transport(config, section)
-        transport.message_bytes_max, transport.refused = config.limits.message_bytes_max, {}
-        return transport
+        return make_transport(config, section)
     except plugins.NotMade as error:  # affects only this endpoint
         log.error("a transport can't be made", endpoint=section.name, why=error.message)
         return _Unmade(error.message)
@@ -402,6 +403,12 @@ def addresses_of(config: Config) -> set[str | None]:
 
 def limits_of(config: Config) -> MemoryLimits:
     return MemoryLimits(config.limits.memory_mib << 20, config.limits.message_bytes_max)
+
+
+def rules_of(config: Config) -> Rules:
+    rules = Rules()
+    rules.replace(map(rule_of, config.rules))
+    return rules
 
 
 def rule_of(section: RuleSection) -> Rule:

@@ -29,7 +29,7 @@ from streamer.walk.endpoint import Endpoint, Endpoints
 from streamer.walk.hosted import HostedTransport
 from streamer.walk.networks import EndpointFilter, EndpointFilters
 from streamer.walk.paused import Paused
-from streamer.walk.view import Rules, View
+from streamer.walk.view import View
 from transports import certificates
 from transports.base import port_result
 from uprotocol import attributes as attrs
@@ -69,8 +69,6 @@ class _Checks:
     def __init__(self, config: Config, made: Mapping[str, UTransport], take_over: bool, timeout_s: float) -> None:
         self._config, self._take_over, self._timeout_s = config, take_over, timeout_s
         self._endpoints = building.endpoints_of(config, dict(made))
-        for endpoint in self._endpoints:
-            endpoint.transport.message_bytes_max = config.limits.message_bytes_max
         self._needs = Needs(config, self._endpoints)
         self._lines: asyncio.Queue[CheckLine | None] = asyncio.Queue()
 
@@ -158,11 +156,9 @@ class Needs:
     """The filters that a streamer would register, and addresses that it would send to, from its configuration alone."""
 
     def __init__(self, config: Config, endpoints: Endpoints) -> None:
-        self._endpoints, rules, authority = endpoints, Rules(), config.authority
-        for section in config.rules:
-            rules.add(building.rule_of(section))
+        self._endpoints, authority = endpoints, config.authority
         paused = Paused(config.streamer.data_dir / PAUSES_FILE, endpoints, authority)
-        self._view = View(endpoints, rules, Interest([]), (), paused)
+        self._view = View(endpoints, building.rules_of(config), Interest([]), (), paused)
         home, entities = endpoints[config.home.name], building.entities_of(config)
         self._hosted = HostedTransport(home, endpoints, authority, config.answers_for, entities)
         self._record = patterns(config.history.record)

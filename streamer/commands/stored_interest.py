@@ -13,7 +13,6 @@ from streamer import building
 from streamer.config import Config
 from streamer.data_dir import SUBSCRIPTIONS_FILE
 from streamer.walk.endpoint import Endpoints
-from streamer.walk.view import Rules
 from streamer.walk.without_rule import _TOPIC, Causes, WithoutRule
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.wire import Status, Subscription
@@ -26,7 +25,7 @@ from usubscription_client.sources import SavedInterest, read_static
 def notes_of_subscriptions(config: Config, endpoints: Endpoints) -> list[str]:
     """Returns a sentence for each cause why stored subscriptions are not served. A file that can't be read counts as
     empty: the streamer reports it."""
-    without = WithoutRule(endpoints, _rules_of(config), Interest(_sources(config)))
+    without = WithoutRule(endpoints, building.rules_of(config), Interest(_sources(config)))
     for _ in without.steps():
         pass
     return list(without.notes())
@@ -34,18 +33,12 @@ def notes_of_subscriptions(config: Config, endpoints: Endpoints) -> list[str]:
 
 def add_causes(config: Config, entries: Iterable[ViewEntry]) -> None:
     """Sets "not_forwarded" of each entry: why no rule serves the subscription; None: one does."""
-    causes = Causes(building.bare_endpoints_of(config), _rules_of(config))
+    causes = Causes(building.bare_endpoints_of(config), building.rules_of(config))
     for entry in entries:
         topic, subscriber = uris.parse(entry["topic"]), uris.parse(entry["subscriber"])
         cause = causes.of(topic, subscriber.authority_name, is_ours=True)
         text = None if cause is None else f"{cause.why}: {cause.remedy.replace(_TOPIC, entry['topic'])}"
         entry["not_forwarded"] = text
-
-
-def _rules_of(config: Config) -> Rules:
-    rules = Rules()
-    rules.replace(map(building.rule_of, config.rules))
-    return rules
 
 
 def _sources(config: Config) -> list[InterestSource]:

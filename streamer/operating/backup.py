@@ -111,11 +111,8 @@ class Manifest(BaseModel):
 class Backups:
     """The backups of a running streamer, one at a time."""
 
-    def __init__(
-        self, data_dir: Path, authority: str, durable: Log, is_stopping: Callable[[], bool], disk: Disk = REAL_DISK
-    ) -> None:
-        self._data_dir, self._authority, self._log = data_dir, authority, durable
-        self._is_stopping, self._disk = is_stopping, disk
+    def __init__(self, data_dir: Path, authority: str, durable: Log, is_stopping: Callable[[], bool]) -> None:
+        self._data_dir, self._authority, self._log, self._is_stopping = data_dir, authority, durable, is_stopping
         self._is_running = False
 
     def operation(self) -> Operation:
@@ -144,7 +141,6 @@ class Backups:
                 newest=lambda: source.newest_seq,
                 log_bytes_max=max(source.retention_bytes, source.disk_limit_bytes),
                 is_stopping=self._is_stopping,
-                disk=self._disk,
             )
         except UStatusError as error:
             log.error("the backup has failed", directory=str(directory), why=error.message)

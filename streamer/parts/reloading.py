@@ -143,8 +143,6 @@ class Reloader(Part):
             for section in config.endpoint
             if section.name not in before or _differs(before[section.name], section, NETWORK_KEYS)
         }
-        for transport in transports.values():
-            transport.message_bytes_max, transport.refused = config.limits.message_bytes_max, {}
         checked = {part: await part.check(old, config) for part in self.parts}
         return ReloadPlan(config, changes, transports, checked)
 

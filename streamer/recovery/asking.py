@@ -115,7 +115,9 @@ class AskedSource:
         self, message: EncodedMessage, key: bytes, now: float, taken: asyncio.Future[int] | None = None
     ) -> GateEntry:
         decoded = message.decoded()
-        return GateEntry(message, key, self._position(decoded), self._predecessor(decoded), taken, now)
+        position = self._told("position", decoded) or uuids.format(decoded.attributes.id)
+        follows = self._told("predecessor", decoded) if self.has_predecessors else None
+        return GateEntry(message, key, position, follows, taken, now)
 
     def entries(
         self, topic: UUri, messages: Sequence[UMessage], inward: Callable[[str], str], now: float
@@ -149,30 +151,18 @@ class AskedSource:
         self.counts["invalid"] += not is_valid
         return is_valid
 
-    def _position(self, message: UMessage) -> str:
-        """Returns the position behind `message`: its id if the source does not know one."""
+    def _told(self, method: str, message: UMessage) -> str | None:
+        """Returns the position that a method of the source tells of `message`; None: it tells none, or no valid one."""
         try:
-            position = self._source.position(message)
-            if _is_position(position):
-                return position
+            position = getattr(self._source, method)(message)
         except Exception as error:  # foreign code may raise anything
-            self._fault("position", error)
-        else:
-            self._fault("position", position)
-        return uuids.format(message.attributes.id)
-
-    def _predecessor(self, message: UMessage) -> str | None:
-        if not self.has_predecessors:
+            self._fault(method, error)
             return None
-        try:
-            position = self._source.predecessor(message)
-        except Exception as error:  # foreign code may raise anything
-            self._fault("predecessor", error)
-            return None
-        if position is not None and not _is_position(position):
-            self._fault("predecessor", position)
-            return None
-        return position
+        if _is_position(position):
+            return str(position)
+        if position is not None or method == "position":
+            self._fault(method, position)
+        return None
 
     def _fault(self, method: str, what: object) -> None:
         self.counts["faults"] += 1
