@@ -2,19 +2,18 @@
 
 files -> KeptFiles: changed? -> a new SSLContext; if a pair can't be loaded (half-written, say) the last one is kept
 CertificateFile, one for each setting -> mistake: for `up-streamer check`
-                                      -> Expiries: read every FILES_LOOK_S -> metric, notes, a log line for each change
+                                      -> expires_s: for metric, notes and log of the streamer
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import re
 import ssl
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
 FILES_LOOK_S: Final = 2.0  # between two checks whether a file has changed, which costs a stat of each
-DAY_S: Final = 86_400
-SOON_S: Final = 14 * DAY_S  # so long before its expiry a certificate is reported
 EDGE: Final = "[http]"  # in place of an endpoint's name, which can't be that
 FILE_BYTES_MAX: Final = 4 << 20  # the bundle of a system has 250 KiB
 
@@ -165,7 +162,7 @@ def mistake(file: CertificateFile, now_s: float) -> str:
     except UStatusError as error:
         return error.message
     if end <= now_s:
-        return f"has expired at {_date(end)}: renew it"
+        return f"has expired at {date_of(end)}: renew it"
     if file.is_ca and not any(_may_be_trusted(one) for one in certificates):
         return "holds no certificate of a CA (basicConstraints CA:TRUE, or self-signed): name the file of the CA"
     return "" if file.key is None else _pair_mistake(file.path, file.key)
@@ -209,92 +206,5 @@ def client_context(ca: Path | None, certificate: Path | None, key: Path | None) 
     return context
 
 
-@dataclass(slots=True)
-class _WatchedFile:
-    owner: str  # the endpoint's name; "": the admin port; EDGE
-    file: CertificateFile
-    stamp: FileStamp = ()
-    expires_s: float | None = None  # None: it can't be read
-    trouble: str = ""
-    state: str | None = None  # as last logged; None: not read yet
-
-
-class Expiries:
-    """When the configured certificates expire. `run` is its only task; everything else may be called at any time."""
-
-    def __init__(self, files: Iterable[tuple[str, CertificateFile]], now_ms: Callable[[], int]) -> None:
-        """`files`: with the name of the endpoint, "" for the admin port, EDGE. `now_ms`: Unix milliseconds."""
-        self._known = [_WatchedFile(owner, file) for owner, file in files]
-        self._now_ms = now_ms
-
-    def add(self, owner: str, files: Iterable[CertificateFile]) -> None:
-        """They are read at the next `look`."""
-        self._known = [*self._known, *(_WatchedFile(owner, file) for file in files)]
-
-    def remove(self, owner: str) -> None:
-        self._known = [one for one in self._known if one.owner != owner]
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def __iter__(self) -> Iterator[tuple[str, str, float]]:
-        """Endpoint, setting, and expiry in Unix seconds."""
-        return ((one.owner, one.file.setting, one.expires_s) for one in self._known if one.expires_s is not None)
-
-    async def run(self) -> None:
-        """Check the files every FILES_LOOK_S, until cancelled."""
-        while True:
-            await asyncio.sleep(FILES_LOOK_S)
-            await self.look()
-
-    async def look(self) -> None:
-        """Read the files that have changed, and log changes of their state. The first call logs nothing: the notes
-        report that state."""
-        if self._known:
-            await asyncio.to_thread(self._read_changed)
-        for one in self._known:
-            self._log_change(one)
-
-    def _read_changed(self) -> None:
-        for one in self._known:
-            now = stamp([one.file.path])
-            if now == one.stamp and not one.trouble:
-                continue
-            try:
-                one.expires_s, one.trouble = expires_s(one.file), ""
-            except UStatusError as error:
-                one.expires_s, one.trouble = None, error.message
-            one.stamp = now
-
-    def _log_change(self, one: _WatchedFile) -> None:
-        before, one.state = one.state, self._state(one)
-        if before is None or before == one.state:
-            return
-        if one.state:
-            log.warning("a certificate needs attention", why=self._sentence(one))
-        else:
-            log.info("a certificate was renewed", endpoint=one.owner, path=str(one.file.path))
-
-    def _state(self, one: _WatchedFile) -> str:
-        if one.expires_s is None:
-            return one.trouble  # "" before the first look
-        left_s = one.expires_s - self._now_ms() / 1000
-        return "expired" if left_s <= 0 else "soon" if left_s < SOON_S else ""
-
-    def notes(self) -> list[str]:
-        """A sentence for each certificate that expires within SOON_S, has expired, or can't be read."""
-        return [self._sentence(one) for one in self._known if self._state(one)]
-
-    def _sentence(self, one: _WatchedFile) -> str:
-        whose = {"": "the admin port", EDGE: "the HTTP edge"}.get(one.owner, f"endpoint {one.owner}")
-        what = f"{whose}: {one.file.setting} {one.file.path}"
-        if one.expires_s is None:
-            return f"{what} {one.trouble}"
-        days, ends = (one.expires_s - self._now_ms() / 1000) / DAY_S, _date(one.expires_s)
-        if days <= 0:
-            return f"{what} has expired at {ends}: renew it; no restart is needed"
-        return f"{what} expires in {days:.0f} days, at {ends}: renew it; no restart is needed"
-
-
-def _date(seconds: float) -> str:
+def date_of(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"

@@ -227,7 +227,7 @@ class StatusPart(Part):
             notes=cut(self.parts.notes()),
             certificates=[
                 CertificateStatus(endpoint=endpoint, setting=setting, expires=moment(round(expires_s * 1000)))
-                for endpoint, setting, expires_s in islice(self.parts.of(CertificatePart).expiries, LISTED_EACH_MAX)
+                for endpoint, setting, expires_s in islice(self.parts.of(CertificatePart), LISTED_EACH_MAX)
             ],
         )
 

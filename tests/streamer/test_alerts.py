@@ -197,10 +197,8 @@ async def test_each_alert_fires_at_a_real_fault_and_none_before(
         await prometheus.until('ALERTS{alertname="UpStreamerGaps"}')
 
         TestAuthority(tmp_path).issue("soon", ends_in=timedelta(days=2))
-        streamer.parts.of(CertificatePart).expiries.add(
-            "cloud", [CertificateFile("tls.cert_file", tmp_path / "soon.pem")]
-        )
-        await streamer.parts.of(CertificatePart).expiries.look()
+        streamer.parts.of(CertificatePart).add("cloud", [CertificateFile("tls.cert_file", tmp_path / "soon.pem")])
+        await streamer.parts.of(CertificatePart).look()
         await prometheus.until('ALERTS{alertname="UpStreamerCertificateExpires", endpoint="cloud"}')
 
         streamer.assembly.logs.durable.cursors.set("egress:old", 0)  # as a removed endpoint leaves it
@@ -273,8 +271,8 @@ async def test_each_expression_of_the_dashboard_has_data(
     vehicle, far = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(far, DOOR)
     TestAuthority(tmp_path).issue("long")
-    world.parts.of(CertificatePart).expiries.add("cloud", [CertificateFile("tls.cert_file", tmp_path / "long.pem")])
-    await world.parts.of(CertificatePart).expiries.look()
+    world.parts.of(CertificatePart).add("cloud", [CertificateFile("tls.cert_file", tmp_path / "long.pem")])
+    await world.parts.of(CertificatePart).look()
     world.assembly.endpoints["vehicle"].dropped["duplicate"] += 1
     world.assembly.drops.add("vehicle", "vehicle1", "over_quota")
     async with scraping(tmp_path / "prometheus", port_of(world)) as prometheus:

@@ -6,15 +6,18 @@ import asyncio
 import ssl
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
+from streamer.part import Parts
+from streamer.parts.certificates import CertificatePart
 from tests.certificates import DAY, TestAuthority
 from tests.conftest import MakeBroker
 from tools.broker import Broker
-from transports.certificates import CertificateFile, Expiries, TlsFiles, expires_s, mistake
+from transports.certificates import CertificateFile, TlsFiles, expires_s, mistake
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, link
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
@@ -198,7 +201,11 @@ def test_an_odd_certificate_of_a_bundle_hides_no_other(authority: TestAuthority)
 async def test_a_certificate_is_reported_14_days_before_it_expires(authority: TestAuthority) -> None:
     path, _ = authority.issue("it", 20 * DAY)
     clock_ms = int(time.time() * 1000)
-    expiries = Expiries([("cloud", CertificateFile("tls.cert_file", path))], lambda: clock_ms)
+    none = SimpleNamespace(certificate_files=())
+    config = SimpleNamespace(admin=none, http=none, endpoint=[], streamer=SimpleNamespace(admin=None))
+    assembly: Any = SimpleNamespace(config=config, runtime=SimpleNamespace(now_ms=lambda: clock_ms))
+    expiries = CertificatePart(assembly, Parts(assembly, []))
+    expiries.add("cloud", [CertificateFile("tls.cert_file", path)])
 
     async def look() -> tuple[list[str], list[str]]:
         """The notes, and what is logged."""
