@@ -13,7 +13,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import structlog
 
@@ -33,7 +33,8 @@ from uprotocol.v1.uri_pb2 import UUri
 READY: Final = "ready"
 DEGRADED: Final = "degraded"
 NOT_READY: Final = "not ready"
-STATES: Final = (READY, DEGRADED, NOT_READY)  # best first
+StateName = Literal["ready", "degraded", "not ready"]
+STATES: Final[tuple[StateName, ...]] = (READY, DEGRADED, NOT_READY)  # best first
 LOOK_S: Final = 1.0  # between looks; a change of a connection causes one at once
 LINES_SHOWN_MAX: Final = 300  # of problems, and of notes; enough for PAUSES_MAX paused patterns
 LINE_CHARACTERS_MAX: Final = 1_000
@@ -53,7 +54,7 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class EndpointState:
-    name: str  # one of STATES
+    name: StateName
     since_ms: int  # Unix milliseconds
     reason: str = ""
     reason_since_ms: int = 0
@@ -91,7 +92,7 @@ class States:
         return self._states[endpoint]
 
     @property
-    def worst(self) -> str:
+    def worst(self) -> StateName:
         return max((state.name for state in self._states.values()), key=STATES.index)
 
     def look(self) -> Sequence[Condition]:
@@ -106,7 +107,7 @@ class States:
 
     def _enter(self, name: str, state: EndpointState, conditions: Sequence[Condition], now_ms: int) -> None:
         fatal = [one.text for one in conditions if one.is_fatal]
-        entered = NOT_READY if fatal else DEGRADED if conditions else READY
+        entered: StateName = NOT_READY if fatal else DEGRADED if conditions else READY
         reason = "; ".join([*fatal, *(one.text for one in conditions if not one.is_fatal)])
         was, before = state.name, state.reason
         state.name, state.reason = entered, reason
@@ -257,12 +258,10 @@ class LossReports:
         self._gaps.add(gap, "", what)
 
     def channel_gap(self, channel: str, topic: UUri, what: str) -> None:
-        """Reports that items of a GRIP channel never came."""
         log.error("items of a channel are lost", channel=channel, topic=uris.format(topic), what=what)
         self._gaps.add(Gap(reason=Gap.REASON_NETWORK), "", f"of {uris.format(topic)}, channel {channel!r}: {what}")
 
     def not_recovered(self, topic: UUri, source: Log, what: str) -> None:
-        """Reports that messages of a topic which has a recovery source may be missing in a log."""
         log.error("messages may be lost, and were not recovered", topic=uris.format(topic), what=what)
         gap = Gap(reason=Gap.REASON_NETWORK, incarnation=source.incarnation)
         self._gaps.add(gap, "", f"topic {uris.format(topic)}: {what}")

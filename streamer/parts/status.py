@@ -21,7 +21,7 @@ from history.log.log import Log
 from streamer.assembly import Assembly, Attached
 from streamer.config import Config
 from streamer.operating.backup import Backups
-from streamer.operating.states import EndpointState, States, cut, cut_line
+from streamer.operating.states import EndpointState, StateName, States, cut, cut_line
 from streamer.operation import Arguments, Operation, Operations
 from streamer.part import Part
 from streamer.parts.certificates import CertificatePart
@@ -31,8 +31,6 @@ from uprotocol.uuid import moment
 
 HELD_SHOWN_MAX: Final = 20  # addresses of one endpoint: those held for the longest time
 LISTED_EACH_MAX: Final = 300  # of pauses, histories that are followed, and so on
-
-StateName = Literal["ready", "degraded", "not ready"]
 
 
 class _Reported(BaseModel):
@@ -175,8 +173,6 @@ class StreamerStatus(_Reported):
 
 
 class StatusPart(Part):
-    """The status, and backups."""
-
     name = "status"
 
     def status(self) -> StreamerStatus:
@@ -188,7 +184,7 @@ class StatusPart(Part):
         durable, reserve = assembly.logs.durable, assembly.runtime.disk.reserve
         return StreamerStatus(
             **_begun(assembly.config, assembly.config_file, assembly.started_ms, assembly.runtime.now_ms()),
-            state=_named(state.name),
+            state=state.name,
             since=moment(state.since_ms),
             reason=cut_line(reason),
             endpoints=[_endpoint(assembly, readiness, attached) for attached in assembly.attached.values()],
@@ -264,10 +260,6 @@ def _worst(states: States, endpoints: list[str]) -> tuple[EndpointState, str]:
     return first, "; ".join(f"endpoint {name}: {states[name].reason}" for name in worst if states[name].reason)
 
 
-def _named(state: str) -> StateName:
-    return "ready" if state == "ready" else "degraded" if state == "degraded" else "not ready"
-
-
 def _endpoint(assembly: Assembly, readiness: Readiness, attached: Attached) -> EndpointStatus:
     endpoint, pumps, meters = attached.endpoint, attached.pumps, readiness.meters
     state = readiness.states[endpoint.name]
@@ -279,7 +271,7 @@ def _endpoint(assembly: Assembly, readiness: Readiness, attached: Attached) -> E
         name=endpoint.name,
         transport=next(section.transport for section in assembly.config.endpoint if section.name == endpoint.name),
         authorities=sorted(endpoint.authorities),
-        state=_named(state.name),
+        state=state.name,
         since=moment(state.since_ms),
         reason=cut_line(state.reason),
         connected=assembly.networks.is_connected(endpoint),
