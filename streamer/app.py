@@ -75,7 +75,6 @@ class Streamer:
 
     @property
     def config(self) -> Config:
-        """Returns the configuration that is in force."""
         return self.assembly.config
 
     async def run(self, on_ready: Callable[[], None] = lambda: None) -> None:

@@ -219,7 +219,6 @@ class Assembly:
         self.follows.attach(self.dispatch, self.ingresses)
 
     def make_endpoint(self, endpoint: Endpoint) -> Attached:
-        """Creates the parts of one endpoint of the configuration."""
         pumps = self.make_pumps(endpoint)
         looking = [self.interest.on_change(pump.interest_changed) for pump in pumps]
         attached = Attached(endpoint, Ingress(endpoint, self.dispatch), pumps, looking)

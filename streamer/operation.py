@@ -67,8 +67,6 @@ class Operation(NamedTuple):
 
 
 class Operations:
-    """The operations of one streamer by their names."""
-
     def __init__(self, known: Mapping[str, Operation]) -> None:
         self._known = dict(known)
 

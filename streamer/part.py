@@ -130,7 +130,6 @@ class Parts:
         return iter(self._parts)
 
     def of(self, kind: type[P]) -> P:
-        """Returns the part of this class."""
         return next(part for part in self._parts if isinstance(part, kind))
 
     def conditions(self) -> list[Condition]:

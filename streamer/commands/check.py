@@ -178,7 +178,6 @@ def _summary(config: Config) -> Iterator[str]:
 
 
 def _edge(config: Config) -> Iterator[str]:
-    """Yields lines on the HTTP edge, if there is one."""
     http, grip = config.http, config.grip
     if http.listen is not None:
         guards = [word for word, file in (("TLS", http.cert_file), ("tokens", http.tokens_file)) if file is not None]

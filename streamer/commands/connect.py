@@ -73,7 +73,6 @@ class _Checks:
         self._lines: asyncio.Queue[CheckLine | None] = asyncio.Queue()
 
     async def lines(self) -> AsyncIterator[CheckLine]:
-        """Yields each line once it is known."""
         running = await asyncio.to_thread(_running, self._config)
         work = [self._check(section, running) for section in self._config.endpoint]
         work.append(self._check_this_machine(running is not None))

@@ -83,7 +83,6 @@ async def _describe(network: Network, streamer: UUri, patterns: list[UUri], as_j
 
 
 async def _print_json(logs: list[LogState], topics: AsyncIterator[TopicState]) -> None:
-    """Print one JSON object, piece by piece."""
     print(f'{{"logs": {json.dumps(list(map(_log_row, logs)))}, "topics": [', end="")
     before = ""
     async for one in topics:

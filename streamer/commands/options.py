@@ -146,14 +146,11 @@ class DataDir:
 
     @property
     def log(self) -> Path:
-        """The file of its history."""
         return self.path / LOG_FILE
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Options of the demo."""
-
     data: Annotated[
         Path | None,
         typer.Option(

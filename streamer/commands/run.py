@@ -173,7 +173,6 @@ class ServiceManager:
         self._hurry.set()
 
     def stopping(self) -> None:
-        """Reports that the service is stopping."""
         self._state = "STOPPING=1"
         self._hurry.set()
 

@@ -153,7 +153,6 @@ def _details(one: dict[str, Any], width: int | None) -> Iterator[RenderableType]
 
 
 def _below(found: dict[str, Any]) -> Iterator[str]:
-    """Yields a line for each other thing."""
     for flow in found["flows"]:
         if flow["forwarded"]:
             denied = "" if flow["allowed"] else ", without a rule now"

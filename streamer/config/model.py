@@ -85,7 +85,6 @@ class Config(Section):
 
     @property
     def authority(self) -> str:
-        """The streamer's own authority."""
         if self.streamer.authority is not None:
             return self.streamer.authority
         return next(a for endpoint in self.endpoint for a in endpoint.authorities if not uris.is_pattern(a))

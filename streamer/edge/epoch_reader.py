@@ -49,8 +49,6 @@ class LocalPolls(RpcClient):
 
 
 class EpochReader:
-    """Reads whole epochs for one client (`epochs=atomic`)."""
-
     def __init__(self, history: ReadableHistory, caller: UUri, query: Query) -> None:
         """Raises INVALID_ARGUMENT."""
         self._lost: list[Gap] = []

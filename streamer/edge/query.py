@@ -20,8 +20,6 @@ _KNOWN: Final = ("topic", "since", "format", "mode", "max", "wait", "epochs")
 
 @dataclass(frozen=True)
 class Query:
-    """The parameters of a request."""
-
     topics: tuple[UUri, ...]
     since: str = ""
     format: str = "json"

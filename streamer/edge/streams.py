@@ -65,7 +65,6 @@ class HttpStreams(Reporter):
         self._feeds.close()
 
     async def get(self, request: web.Request) -> web.StreamResponse:
-        """The handler of GET /stream."""
         caller = await self._callers.of(request)
         is_poll = request.query.get("mode") == "poll"
         try:

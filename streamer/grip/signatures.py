@@ -45,8 +45,6 @@ class _KeyFile(Reporter):
 
 
 class PublisherKey(_KeyFile):
-    """The key with which publishers sign."""
-
     async def check(self, authorization: str | None) -> None:
         """Checks the header `Authorization` of a request. Raises UNAUTHENTICATED."""
         scheme, _, token = (authorization or "").partition(" ")

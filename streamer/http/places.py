@@ -67,7 +67,6 @@ class Places(Reporter):
             self._taken.pop(task, None)
 
     def end(self) -> None:
-        """Ends all of them."""
         for task in list(self._taken):
             task.cancel()
 

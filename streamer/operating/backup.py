@@ -65,8 +65,6 @@ Seq = Annotated[int, Field(ge=0, le=NUMBER_MAX)]
 
 
 class FileEntry(BaseModel):
-    """One file of a backup."""
-
     model_config = ConfigDict(strict=True)
     bytes: Annotated[int, Field(ge=0)]
     sha256: str

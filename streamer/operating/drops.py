@@ -167,7 +167,6 @@ class Drops(Reporter):
         return sum(entry.messages for key, (_, entry) in self._open() if key[0] == endpoint)
 
     def conditions(self) -> Iterator[Condition]:
-        """Yields one for each endpoint that has entries."""
         totals: dict[str, DroppedEntry] = {}
         authorities: dict[str, Counter[str]] = {}
         for (endpoint, authority), (_, entry) in self._open():

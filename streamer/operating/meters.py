@@ -78,8 +78,6 @@ class Lags:
 
 
 class Meters:
-    """All meters of one streamer."""
-
     def __init__(
         self,
         endpoints: Iterable[Endpoint],

@@ -179,8 +179,6 @@ FAMILIES: Final[dict[str, tuple[type[Kinds], str, str]]] = {
 
 
 class StreamerCollector(Collector):
-    """Reads the samples of a streamer."""
-
     def __init__(self, samples: Callable[[], Iterable[Sample]]) -> None:
         self._samples = samples
 

@@ -137,7 +137,6 @@ class NewStores(Reporter):
     # Reports
 
     def conditions(self) -> Iterator[Condition]:
-        """Yields what nobody has acknowledged."""
         for loss in self._losses():
             endpoint, text = STREAMER, loss.detail
             if text.startswith("endpoint "):

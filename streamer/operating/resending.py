@@ -49,8 +49,6 @@ log = structlog.get_logger()
 
 
 class ResendResult(StrEnum):
-    """What has become of one letter."""
-
     RESENT = "resent"  # it has left the store
     READY = "ready"  # would be sent (dry run)
     EXPIRED = "expired"  # its ttl is over
@@ -250,7 +248,6 @@ class Resender:
         return LetterResult(number, ResendResult.RESENT)
 
     async def _send(self, peer: Endpoint, ways: deque[LetterWay], failures: Counter[str]) -> list[LetterResult]:
-        """Sends letters to their peer."""
         results: list[LetterResult] = []
         why = ""
         while ways:

@@ -38,7 +38,6 @@ class InterestPart(Part):
         yield "interest_version", (), self.assembly.interest.version
 
     async def check(self, old: Config, new: Config) -> StaticFile | None:
-        """Returns the static file, loaded."""
         if new.usubscription.static_file is None:
             return None
         static = StaticFile(new.usubscription.static_file)

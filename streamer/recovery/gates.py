@@ -45,8 +45,6 @@ log = structlog.get_logger()
 
 
 class Cause(Enum):
-    """Why a source is asked."""
-
     START = "the gateway has started"
     NETWORK = "the network was away"
     GAP = "a message is missing"

@@ -95,7 +95,6 @@ class HttpSource(RecoverySource):
         await self._links.close()
 
     async def fetch(self, topic: UUri, after: str | None) -> Fetched:
-        """See RecoverySource.fetch."""
         name, config = uris.format(topic).removeprefix("up:"), self._config
         page = self._pages.pop(name, None)
         url = page[1] if page is not None and page[0] == after else config.url.replace("{topic}", quote(name, ""))

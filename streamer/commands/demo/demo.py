@@ -319,6 +319,5 @@ async def _until_ready(port: int) -> None:
 
 
 def _as_options(network: Network) -> list[str]:
-    """Returns a command's options for `network`."""
     settings = [word for key, value in network.settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     return ["--transport", network.transport, "--authority", network.authority, *settings]

@@ -139,7 +139,6 @@ class Drive:
     problems_total: int = 0
 
     def report(self, at_most: int = PROBLEMS_KEPT_MAX) -> Iterator[str]:
-        """Yields a line for each problem, then the number of others."""
         shown = self.problems[:at_most]
         yield from map(str, shown)
         if self.problems_total > len(shown):
