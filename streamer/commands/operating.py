@@ -6,6 +6,7 @@ in the files of a data_dir                      -> subscriptions
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -27,66 +28,56 @@ from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 
-Topic = Annotated[
-    str | None, typer.Argument(help="A pattern of topics: resource FFFF for all of an entity, authority * for all.")
-]
-Peer = Annotated[
-    str | None,
-    typer.Argument(
-        help="The endpoint for which they are paused, or an authority behind one.", autocompletion=endpoints
-    ),
-]
-Whole = Annotated[
-    str | None, typer.Option("--endpoint", "-e", help="Everything for this endpoint.", autocompletion=endpoints)
-]
-RuleName = Annotated[
-    str | None, typer.Option("--rule", metavar="FROM:TO", help="Everything that one endpoint sends to another.")
-]
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What is paused or resumed: a topic toward a peer, everything to an endpoint, or everything of a rule."""
+
+    topic: Annotated[
+        str | None, typer.Argument(help="A pattern of topics: resource FFFF for all of an entity, authority * for all.")
+    ] = None
+    peer: Annotated[
+        str | None,
+        typer.Argument(
+            help="The endpoint for which they are paused, or an authority behind one.", autocompletion=endpoints
+        ),
+    ] = None
+    endpoint: Annotated[
+        str | None, typer.Option("--endpoint", "-e", help="Everything for this endpoint.", autocompletion=endpoints)
+    ] = None
+    rule: Annotated[
+        str | None, typer.Option("--rule", metavar="FROM:TO", help="Everything that one endpoint sends to another.")
+    ] = None
+
+    def pause(self) -> Pause:
+        """Raises Misuse unless it is one thing."""
+        match self.topic, self.peer, self.endpoint, self.rule:
+            case str(), str(), None, None:
+                return Pause(uris.format(uri_of(self.topic)), self.peer)
+            case None, None, str(), None:
+                return Pause(uris.format(uris.ANY), self.endpoint)
+            case None, None, None, str() if self.rule.count(":") == 1 and all(self.rule.split(":")):
+                origin, peer = self.rule.split(":")
+                return Pause(uris.format(uris.ANY), peer, origin)
+        raise Misuse("say what: TOPIC PEER, or --endpoint NAME, or --rule FROM:TO")
 
 
-def pause(
-    at: DataDir,
-    topic: Topic = None,
-    peer: Peer = None,
-    endpoint: Whole = None,
-    rule: RuleName = None,
-    as_json: AsJson = False,
-) -> None:
+def pause(at: DataDir, what: Dispatched, as_json: AsJson = False) -> None:
     """Stop dispatching a topic to a peer, everything to an endpoint, or everything of a rule: the records wait in the
     log, also over restarts, until it is resumed. Requests and responses go on. The streamer may run or be stopped.
 
     Example: [bold]up-streamer pause //vehicle1/8001/1/8001 cloud --config vehicle.toml[/]
     """
-    _control("pause", at, _pause_of(topic, peer, endpoint, rule), as_json)
+    _control("pause", at, what.pause(), as_json)
 
 
-def resume(
-    at: DataDir,
-    topic: Topic = None,
-    peer: Peer = None,
-    endpoint: Whole = None,
-    rule: RuleName = None,
-    as_json: AsJson = False,
-) -> None:
+def resume(at: DataDir, what: Dispatched, as_json: AsJson = False) -> None:
     """Dispatch again, beginning with the records that wait. A pattern ends each pause that it covers; --endpoint all
     pauses toward it but those of rules.
 
     Example: [bold]up-streamer resume --endpoint cloud --config vehicle.toml[/]
     """
-    _control("resume", at, _pause_of(topic, peer, endpoint, rule), as_json)
-
-
-def _pause_of(topic: str | None, peer: str | None, endpoint: str | None, rule: str | None) -> Pause:
-    """Returns what the arguments name. Raises Misuse unless it is one thing."""
-    match topic, peer, endpoint, rule:
-        case str(), str(), None, None:
-            return Pause(uris.format(uri_of(topic)), peer)
-        case None, None, str(), None:
-            return Pause(uris.format(uris.ANY), endpoint)
-        case None, None, None, str() if rule.count(":") == 1 and all(rule.split(":")):
-            origin, peer = rule.split(":")
-            return Pause(uris.format(uris.ANY), peer, origin)
-    raise Misuse("say what: TOPIC PEER, or --endpoint NAME, or --rule FROM:TO")
+    _control("resume", at, what.pause(), as_json)
 
 
 def paused(at: DataDir, as_json: AsJson = False) -> None:
