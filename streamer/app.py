@@ -30,7 +30,7 @@ from streamer.operating.control import ControlSocket, SpareSocket
 from streamer.operating.states import of_one_that_cant_start
 from streamer.part import Part, Parts
 from streamer.parts.admin import AdminPort
-from streamer.parts.losses import NewStorePart
+from streamer.parts.losses import LossPart
 from streamer.parts.order import ORDER, require
 from streamer.parts.readiness import Readiness
 from streamer.parts.reloading import Reloader
@@ -105,7 +105,7 @@ class Streamer:
                 assembly.tasks.start(part.run(), part.name)
         assembly.ready.set()
         self.parts.of(Readiness).states.look()
-        usual = set(self.parts.of(NewStorePart).notes())  # of a first start
+        usual = set(self.parts.of(LossPart).notes())  # of a first start
         for note in self.parts.notes():
             if note in usual:
                 log.info("a note", note=note)

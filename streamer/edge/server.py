@@ -178,13 +178,7 @@ class EdgeServer(HttpServer):
     """Listens at `http.listen`: `stream` answers GET /stream, `proxied` everything else."""
 
     def __init__(
-        self,
-        http: HttpSection,
-        stream: Handler,
-        proxied: Handler | None = None,
-        *,
-        callers: Callers,
-        places: Places,
+        self, http: HttpSection, stream: Handler, proxied: Handler | None = None, *, callers: Callers, places: Places
     ) -> None:
         assert http.listen is not None
         self._stream, self._proxied, self._callers = stream, proxied, callers

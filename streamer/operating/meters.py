@@ -79,11 +79,7 @@ class Lags:
 
 class Meters:
     def __init__(
-        self,
-        endpoints: Iterable[Endpoint],
-        pumps: Sequence[Pump],
-        logs: Iterable[Log],
-        now_ms: Callable[[], int],
+        self, endpoints: Iterable[Endpoint], pumps: Sequence[Pump], logs: Iterable[Log], now_ms: Callable[[], int]
     ) -> None:
         """`endpoints`, `pumps`: those of now, whenever they are asked. `now_ms`: Unix milliseconds."""
         self._endpoints, self._pumps, self._logs = endpoints, pumps, logs

@@ -18,11 +18,10 @@ from prometheus_client.registry import Collector
 from history.log.log import Log
 from history.service.keeper import Keeper
 from history.service.service import HistoryService
-from storage.faults import Reserve
 from streamer.durations import Durations
 from streamer.egress.pump import Pump
 from streamer.egress.reasons import LABELS
-from streamer.reporting import Sample, build, each
+from streamer.reporting import Sample, each
 from streamer.walk.endpoint import Endpoint
 from streamer.walk.sender import ExpressQueue
 
@@ -212,12 +211,7 @@ ASKED_OF_HISTORY: Final = ("polls", "describes", "records", "gaps", "refused", "
 ASKED_BY_FOLLOWERS: Final = ("commands", "frames", "expired")
 
 
-def of_process(reserve: Reserve) -> Iterator[Sample]:
-    yield "build_info", build(), 1
-    yield "disk_reserve_missing_bytes", (), max(0, reserve.bytes - reserve.held)
-
-
-def of_endpoint(endpoint: Endpoint, *, is_connected: bool) -> Iterator[Sample]:
+def of_endpoint(endpoint: Endpoint, queue: ExpressQueue, *, is_connected: bool) -> Iterator[Sample]:
     label = (endpoint.name,)
     yield "received", label, endpoint.received
     yield "forwarded", label, endpoint.forwarded
@@ -230,11 +224,8 @@ def of_endpoint(endpoint: Endpoint, *, is_connected: bool) -> Iterator[Sample]:
     yield "left_unacknowledged", label, endpoint.transport.left_unacknowledged
     yield "troubles", label, len(endpoint.troubles)
     yield "answered_twice", label, endpoint.twins.answers
-
-
-def of_express(queue: ExpressQueue) -> Iterator[Sample]:
-    yield "express_waiting", (queue.peer.name,), len(queue)
-    yield "queued_bytes", (queue.peer.name, "express"), queue.bytes
+    yield "express_waiting", label, len(queue)
+    yield "queued_bytes", (endpoint.name, "express"), queue.bytes
 
 
 def of_pump(pump: Pump, absent_ms: int) -> Iterator[Sample]:

@@ -58,9 +58,9 @@ class EndpointPart(Part):
 
     def samples(self) -> Iterator[Sample]:
         for attached in self.assembly.attached.values():
-            endpoint = attached.endpoint
-            yield from metrics.of_endpoint(endpoint, is_connected=self.assembly.networks.is_connected(endpoint))
-            yield from metrics.of_express(self.assembly.express.queues[endpoint.name])
+            endpoint, queue = attached.endpoint, self.assembly.express.queues[attached.endpoint.name]
+            is_connected = self.assembly.networks.is_connected(endpoint)
+            yield from metrics.of_endpoint(endpoint, queue, is_connected=is_connected)
 
     # Tasks
 

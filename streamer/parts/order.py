@@ -19,7 +19,7 @@ from streamer.parts.history import EpochPart, HistoryPart
 from streamer.parts.interest import InterestPart, StoredInterest, WithoutRulePart
 from streamer.parts.letters import LetterPart
 from streamer.parts.log_level import LogLevelPart
-from streamer.parts.losses import DropPart, GapPart, NewStorePart
+from streamer.parts.losses import LossPart
 from streamer.parts.pumps import ClaimPart, PausePart, PumpPart
 from streamer.parts.readiness import Readiness
 from streamer.parts.recovery import RecoveryPart
@@ -36,7 +36,6 @@ ORDER: Final[tuple[tuple[type[Part], str], ...]] = (
     (LogLevelPart, "what follows writes log lines"),
     (TracingPart, "traces from the first message on"),
     (LetterPart, "what follows may have messages that can't be delivered"),
-    (GapPart, "what follows may find that records are missing"),
     (Readiness, "reports what follows while it starts"),
     (PausePart, "loads before the pumps: their endpoints may have been paused under another name"),
     (PumpPart, "loads before anything can append: records from now on are for the pumps"),
@@ -46,8 +45,7 @@ ORDER: Final[tuple[tuple[type[Part], str], ...]] = (
     (SenderPart, "counts from the first message on"),
     (EndpointPart, "networks open once all that receives is loaded, and close once services have stopped"),
     (EpochPart, "keeps epochs of what comes from networks"),
-    (DropPart, "reports once more what was dropped while networks closed"),
-    (NewStorePart, "reports once more what was found while networks closed"),
+    (LossPart, "reports once more what was dropped and found while networks closed"),
     (UnservedPart, "answers calls until the services have stopped"),
     (ControlPart, "the first service: people may pause something before the rest has started"),
     (HistoryPart, "before the interest is learned, for which other services may be asked"),

@@ -14,7 +14,7 @@ from streamer.config import Config
 from streamer.operating import metrics
 from streamer.operating.states import conditions_of_log
 from streamer.part import Part
-from streamer.reporting import Condition, Sample
+from streamer.reporting import Condition, Sample, build
 from uprotocol.status import UStatusError
 
 CHECK_S: Final = 1.0  # between looks at the log's file
@@ -51,7 +51,9 @@ class StoragePart(Part):
         yield from building.notes_of(config, assembly.endpoints, assembly.rules)
 
     def samples(self) -> Iterator[Sample]:
-        yield from metrics.of_process(self.assembly.runtime.disk.reserve)
+        reserve = self.assembly.runtime.disk.reserve
+        yield "build_info", build(), 1
+        yield "disk_reserve_missing_bytes", (), max(0, reserve.bytes - reserve.held)
         for source in self.assembly.logs:
             yield from metrics.of_log(source)
 

@@ -65,7 +65,7 @@ def before(first: str, then: str) -> bool:
         ("subscriptions", "stored interest"),  # starts
         ("stored interest", "endpoints"),
         ("endpoints", "history"),  # stops in reverse: services end while networks are open
-        ("endpoints", "dropped messages"),
+        ("endpoints", "losses"),
         ("history", "HTTP edge"),
         ("usubscription", "learn the interest"),
         ("learn the interest", "follows"),
