@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from uprotocol.status import UStatusError, invalid
@@ -68,22 +68,14 @@ class Operation(NamedTuple):
 
 class Operations:
     def __init__(self, known: Mapping[str, Operation]) -> None:
-        self._known = dict(known)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._known)
-
-    def __getitem__(self, name: str) -> Operation:
-        """Raises NOT_FOUND, with the known names."""
-        found = self._known.get(name)
-        if found is None:
-            known = ", ".join(sorted(self._known))
-            raise UStatusError(UCode.NOT_FOUND, f"unknown operation {name[:64]!r}; known: {known}")
-        return found
+        self._known = known
 
     async def answer(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """Runs an operation. Raises NOT_FOUND, INVALID_ARGUMENT for its arguments, and the errors of the operation."""
-        operation = self[name]
+        operation = self._known.get(name)
+        if operation is None:
+            known = ", ".join(sorted(self._known))
+            raise UStatusError(UCode.NOT_FOUND, f"unknown operation {name[:64]!r}; known: {known}")
         if unknown := [one for one in given if one not in operation.arguments]:
             known = ", ".join(operation.arguments) or "none"
             raise invalid(f"unknown argument {unknown[0][:64]!r} of {name}; known: {known}")

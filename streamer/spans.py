@@ -74,10 +74,8 @@ class MessageSpans:
     """Makes spans and gives each to `put`. `share`: of the sampled traces, by their ids, so that all gateways with the
     same share take the same traces. Lives on the loop."""
 
-    def __init__(
-        self, put: Callable[[TraceSpan], None], share: float = 1.0, now_ns: Callable[[], int] = time.time_ns
-    ) -> None:
-        self._put, self._below, self._now_ns = put, int(share * (1 << 56)), now_ns
+    def __init__(self, put: Callable[[TraceSpan], None], share: float) -> None:
+        self._put, self._below = put, int(share * (1 << 56))
         self._sending: dict[tuple[str, bytes], Sending] = {}  # by endpoint, and the attributes as sent there
 
     def _traced(self, message: EncodedMessage) -> Traced | None:
@@ -106,7 +104,7 @@ class MessageSpans:
     def received(self, endpoint: str, message: EncodedMessage) -> None:
         """A request, response or frame has come, and is taken at once."""
         if (traced := self._traced(message)) is not None:
-            now = self._now_ns()
+            now = time.time_ns()
             self._end("receive", CONSUMER, traced, now, now, {"uprotocol.endpoint": endpoint})
 
     def appended(
@@ -114,7 +112,7 @@ class MessageSpans:
     ) -> Callable[[asyncio.Future[int]], None]:
         """A batch has come that is about to be offered to the log. Returns `offer`, which notes when."""
         sampled = [(at, traced) for at, one in enumerate(batch) if (traced := self._traced(one)) is not None]
-        return functools.partial(self._offer, endpoint, log, sampled, self._now_ns(), offer) if sampled else offer
+        return functools.partial(self._offer, endpoint, log, sampled, time.time_ns(), offer) if sampled else offer
 
     def _offer(
         self,
@@ -125,7 +123,7 @@ class MessageSpans:
         offer: Callable[[asyncio.Future[int]], None],
         answer: asyncio.Future[int],
     ) -> None:
-        taken_ns = self._now_ns()
+        taken_ns = time.time_ns()
         for _, traced in sampled:
             self._end("receive", CONSUMER, traced, came_ns, taken_ns, {"uprotocol.endpoint": endpoint})
         answer.add_done_callback(functools.partial(self._committed, log, sampled, taken_ns))
@@ -136,7 +134,7 @@ class MessageSpans:
     ) -> None:
         if answer.cancelled():
             return
-        now, error = self._now_ns(), answer.exception()
+        now, error = time.time_ns(), answer.exception()
         for at, traced in sampled:
             found: dict[str, Value] = {"uprotocol.log": log}
             if error is None:
@@ -153,7 +151,7 @@ class MessageSpans:
             if (traced := self._traced(message)) is not None and (endpoint, message.encoded) not in self._sending:
                 if len(self._sending) >= SENDING_MAX:
                     self._finish(next(iter(self._sending)))
-                self._sending[endpoint, message.encoded] = Sending(traced, self._now_ns())
+                self._sending[endpoint, message.encoded] = Sending(traced, time.time_ns())
 
     def _open(self, endpoint: str, messages: Iterator[EncodedMessage]) -> Iterator[Sending | None]:
         for message in messages:
@@ -184,7 +182,7 @@ class MessageSpans:
     def dead(self, endpoint: str, carried: Carried, code: int, reason: str) -> None:
         """A message has become a dead letter, perhaps without being sent."""
         message = carried if isinstance(carried, EncodedMessage) else EncodedMessage.of(carried)
-        key, now = (endpoint, message.encoded), self._now_ns()
+        key, now = (endpoint, message.encoded), time.time_ns()
         open = self._sending.get(key)
         if open is None:
             if (traced := self._traced(message)) is None:
@@ -198,7 +196,7 @@ class MessageSpans:
         found: dict[str, Value] = {"uprotocol.code": code, "uprotocol.reason": reason[:TEXT_CHARACTERS_MAX]}
         if len(open.events) >= EVENTS_MAX:
             del open.events[-1]  # the first ones and the last one say most
-        open.events.append((self._now_ns(), name, found))
+        open.events.append((time.time_ns(), name, found))
 
     def _finish(self, key: tuple[str, bytes]) -> None:
         open = self._sending.pop(key, None)
@@ -206,7 +204,7 @@ class MessageSpans:
             found: dict[str, Value] = {"uprotocol.endpoint": key[0], "uprotocol.attempts": open.attempts}
             if open.code:
                 found["uprotocol.code"] = open.code
-            self._end("send", PRODUCER, open.traced, open.begin_ns, self._now_ns(), found, open.events, open.error)
+            self._end("send", PRODUCER, open.traced, open.begin_ns, time.time_ns(), found, open.events, open.error)
 
     def _end(
         self,

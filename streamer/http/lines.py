@@ -420,12 +420,12 @@ def break_off(request: web.BaseRequest) -> None:
 class SeldomLog:
     """Says when a kind of log line is due: clients must not be able to fill the log."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now, self._said = now, dict[Hashable, float]()
+    def __init__(self) -> None:
+        self._said: dict[Hashable, float] = {}
 
     def is_due(self, kind: Hashable) -> bool:
         """`kind`: of a bounded set, so nothing that a client chooses."""
-        now = self._now()
+        now = time.monotonic()
         if now < self._said.get(kind, -math.inf) + LOG_S:
             return False
         self._said[kind] = now

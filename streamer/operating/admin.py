@@ -79,10 +79,9 @@ class Admin:
             return
         from streamer.operating.http_port import HttpPort  # imports aiohttp (0.1 s, 11 MiB) only if needed
 
-        host, _, port = self._address.rpartition(":")
         pages = {"/metrics": self.metrics, "/healthz": self.health, "/readyz": self.ready, "/status": self.status}
         self._http = HttpPort(pages, {"/vehicles": self.vehicles}, self._operations, self._guard)
-        self.port = await self._http.open(host.strip("[]"), int(port))
+        self.port = await self._http.open(self._address)
 
     async def change(self, address: str | None, guard: AdminSection) -> None:
         """Closes the port and serves `address`; None: nothing. Raises as `open`."""

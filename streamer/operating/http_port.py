@@ -76,12 +76,12 @@ class HttpPort:
         self._host = ""
         self._listener: Listener | None = None
 
-    async def open(self, host: str, port: int) -> int:
-        """Returns the port, which the system chooses for 0. Raises as `Admin.open`."""
-        guard, self._host = self._guard, host
+    async def open(self, address: str) -> int:
+        """`address`: HOST:PORT. Returns the port, which the system chooses for 0. Raises as `Admin.open`."""
+        guard, self._host = self._guard, address.rpartition(":")[0]
         self._token = await latest([guard.token_file], functools.partial(_read_token, guard))
         tls = await latest_tls("admin", guard.cert_file, guard.key_file)
-        self._listener = self.listener(f"{host}:{port}", Lines(LIMITS, tls))
+        self._listener = self.listener(address, Lines(LIMITS, tls))
         return await self._listener.open()
 
     def listener(self, address: str, lines: Lines) -> Listener:

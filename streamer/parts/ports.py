@@ -60,18 +60,13 @@ class PortOpening(Reporter):
 
 def require_free(addresses: Iterable[str | None]) -> None:
     """Raises UNAVAILABLE if no port can be opened at one of them (HOST:PORT)."""
-    for address in addresses:
-        if address is not None:
-            _try_to_open(address)
-
-
-def _try_to_open(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    try:
-        addresses = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _name, where in addresses:
-            with socket.socket(family, kind, protocol) as trial:
-                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                trial.bind(where)
-    except OSError as error:
-        raise UStatusError(UCode.UNAVAILABLE, f"{address} can't be opened: {error.strerror or error}") from None
+    for address in filter(None, addresses):
+        host, _, port = address.rpartition(":")
+        try:
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, kind, protocol, _name, where in found:
+                with socket.socket(family, kind, protocol) as trial:
+                    trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    trial.bind(where)
+        except OSError as error:
+            raise UStatusError(UCode.UNAVAILABLE, f"{address} can't be opened: {error.strerror or error}") from None

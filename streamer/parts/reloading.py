@@ -51,10 +51,6 @@ class ReloadPlan:
     transports: dict[str, UTransport]  # of endpoints that are new or whose network is opened again; not open
     checked: dict[Part, Any]  # what each part has made
 
-    def endpoints(self, sign: str) -> list[str]:
-        """Returns the endpoints that are added (+), removed (-) or changed (~)."""
-        return [change.name for change in self.changes if (change.section, change.sign) == ("endpoint", sign)]
-
 
 class Reloader(Part):
     """Reads the configuration again with `read`, and has all parts take it over.
@@ -188,7 +184,7 @@ class Reloader(Part):
         paused = {
             section.name: section for section in kept if all_pumps or _differs(before[section.name], section, PUMP_KEYS)
         }
-        removed = [assembly.attached[name] for name in plan.endpoints("-")]
+        removed = [assembly.attached[one.name] for one in plan.changes if (one.section, one.sign) == ("endpoint", "-")]
         renamed = [(section.renamed_from, section.name) for section in new if section.renamed_from]
 
         # 1. what goes or changes stops

@@ -242,7 +242,7 @@ class FakeGateway:
     async def __aenter__(self) -> Self:
         guard = AdminSection(token_file=self.token_file)
         self._http = HttpPort({"/status": self._status}, {}, self._operations(), guard)
-        self.port = await self._http.open("127.0.0.1", self.port)
+        self.port = await self._http.open(f"127.0.0.1:{self.port}")
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -103,7 +103,7 @@ async def test_with_a_token_any_name_will_do(tmp_path: Path) -> None:
 
 async def test_the_name_in_the_configuration_is_ours() -> None:
     port = HttpPort({"/status": lambda: (200, "application/json", b"{}")}, {}, None, AdminSection())
-    opened = await port.open("localhost", 0)
+    opened = await port.open("localhost:0")
     try:
         assert (await ask(f"http://localhost:{opened}/", headers={"Host": "LocalHost."}))[0] == 200
     finally:
