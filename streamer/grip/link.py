@@ -35,10 +35,7 @@ class LinkAnswer(NamedTuple):
 
 
 class Links:
-    """Asks links, over connections that it keeps until `close`.
-
-    Sizes in bytes: of the body of an answer, and of those of all pages. Cookies are not kept, redirects not followed.
-    """
+    """Asks links, over connections that it keeps until `close`. Cookies are not kept, redirects not followed."""
 
     def __init__(
         self,
@@ -46,11 +43,8 @@ class Links:
         *,
         timeout_s: float = LINK_TIMEOUT_S,
         answer_bytes_max: int = LINK_ANSWER_BYTES_MAX,
-        pages_max: int = LINK_PAGES_MAX,
-        pages_bytes_max: int = PAGES_BYTES_MAX,
     ) -> None:
         self._sign, self._timeout_s, self._answer_bytes_max = sign, timeout_s, answer_bytes_max
-        self._pages_max, self._pages_bytes_max = pages_max, pages_bytes_max
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -86,11 +80,11 @@ class Links:
         Raises as `ask`, and RESOURCE_EXHAUSTED for more pages or bytes than are allowed.
         """
         last, size = dict(last_ids), 0
-        for _ in range(self._pages_max):
+        for _ in range(LINK_PAGES_MAX):
             answer = await self.ask(url, last)
             size += len(answer.body)
-            if size > self._pages_bytes_max:
-                raise _too_much(f"the pages of the link {place_of(url)} have more than {self._pages_bytes_max} bytes")
+            if size > PAGES_BYTES_MAX:
+                raise _too_much(f"the pages of the link {place_of(url)} have more than {PAGES_BYTES_MAX} bytes")
             yield answer
             said = answer.instruction
             if said.hold is not None or said.link is None:
@@ -99,7 +93,7 @@ class Links:
                 {one.name: one.prev_id for one in said.channels if one.name in last and one.prev_id is not None}
             )
             url = resolved(url, said.link.url)
-        raise _too_much(f"the link has more than {self._pages_max} pages: {place_of(url)} would be one more")
+        raise _too_much(f"the link has more than {LINK_PAGES_MAX} pages: {place_of(url)} would be one more")
 
     async def _get(self, url: str, headers: list[tuple[str, str]]) -> LinkAnswer:
         is_quoted = url.isascii() and " " not in url  # asked as it is written

@@ -258,12 +258,7 @@ class Proxy(Reporter):
                 raise _EndError("unrecoverable") from None
 
     async def _hold_request(
-        self,
-        request: web.Request,
-        section: ProxySection,
-        backend: aiohttp.ClientResponse,
-        said: Instruction,
-        sent: int,
+        self, request: web.Request, section: ProxySection, backend: aiohttp.ClientResponse, said: Instruction, sent: int
     ) -> web.StreamResponse:
         loop, backoff, asks = asyncio.get_running_loop(), self._backoff.sibling(), 0
         until = loop.time() + (RESPONSE_TIMEOUT_S if said.timeout_s is None else said.timeout_s)

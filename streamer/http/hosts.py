@@ -15,11 +15,11 @@ def name_of_host(host: str) -> str:
     return name.lower().removesuffix(".")
 
 
-def is_known_host(host: str, names: Iterable[str]) -> bool:
-    """Returns True for loopback, and for `names`: of hosts, perhaps with a port."""
+def is_known_host(host: str, names: Iterable[str], *, any_address: bool = False) -> bool:
+    """Returns True for loopback (or for each address), and for `names`: of hosts, perhaps with a port."""
     name = name_of_host(host)
     try:
-        if ip_address(name).is_loopback:
+        if ip_address(name).is_loopback or any_address:
             return True
     except ValueError:
         if name == "localhost":

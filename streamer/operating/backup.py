@@ -111,7 +111,7 @@ class Backups:
 
     def __init__(self, data_dir: Path, authority: str, durable: Log, is_stopping: Callable[[], bool]) -> None:
         self._data_dir, self._authority, self._log, self._is_stopping = data_dir, authority, durable, is_stopping
-        self._is_running = False
+        self._turn = asyncio.Lock()
 
     def operation(self) -> Operation:
         return Operation(self._run, ("directory",), is_change=True)
@@ -120,13 +120,10 @@ class Backups:
         directory = Path(given.text("directory"))
         if not directory.is_absolute() or not str(directory).isprintable():
             raise invalid(f"directory: expected an absolute path of printable characters, got {str(directory)[:256]!r}")
-        if self._is_running:
+        if self._turn.locked():
             raise UStatusError(UCode.ALREADY_EXISTS, "a backup is being made already: wait until it is complete")
-        self._is_running = True
-        try:
+        async with self._turn:
             return await asyncio.to_thread(self._make, directory)
-        finally:
-            self._is_running = False
 
     def _make(self, directory: Path) -> dict[str, Any]:
         source = self._log

@@ -16,7 +16,6 @@ import functools
 import hmac
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +23,7 @@ import structlog
 from aiohttp import web
 
 from streamer.config import AdminSection
-from streamer.http.hosts import host_of, is_known_host, name_of_host
+from streamer.http.hosts import host_of, is_known_host
 from streamer.http.lines import SERVER, Latest, Limits, Lines, Listener, bearer_of, latest, latest_tls
 from streamer.http.statuses import STATUSES
 from streamer.operation import Operations
@@ -144,7 +143,7 @@ class HttpPort:
     def _check_host(self, request: web.Request) -> None:
         """Raises 403 for a name that anybody could have pointed here."""
         host = host_of(request)
-        if not is_known_host(host, [self._host]) and not _is_address(name_of_host(host)):
+        if not is_known_host(host, [self._host], any_address=True):
             what = "expected an address, localhost, or the name in streamer.admin as the host"
             raise web.HTTPForbidden(text=f"{what}, got {host[:80]!r}; other names need admin.token_file\n")
 
@@ -179,13 +178,6 @@ def _filing(file: Path) -> PageHandler:
         return web.Response(headers=headers, body=await asyncio.to_thread(file.read_bytes))
 
     return tell
-
-
-def _is_address(name: str) -> bool:
-    try:
-        return bool(ip_address(name))
-    except ValueError:
-        return False
 
 
 def _listing(slices: List) -> PageHandler:

@@ -1,4 +1,4 @@
-"""Who has subscribed to what, as parts: as it was stored, as it is learned, and what no rule serves."""
+"""Who has subscribed to what, as parts: as it is learned, and what no rule serves."""
 
 from __future__ import annotations
 
@@ -11,13 +11,6 @@ from streamer.part import Part, Parts
 from streamer.reporting import STREAMER, Condition, Reporter, Sample
 from streamer.walk.without_rule import WithoutRule
 from usubscription_client import ServiceInterest, StaticFile
-
-
-class StoredInterest(Part):
-    name = "stored interest"
-
-    async def start(self) -> None:
-        await self.assembly.interest.load()
 
 
 class InterestPart(Part):

@@ -16,7 +16,7 @@ from streamer.parts.edge import EdgePart
 from streamer.parts.endpoints import EndpointPart, ListeningPart
 from streamer.parts.following import FollowPart, HandOverPart
 from streamer.parts.history import EpochPart, HistoryPart
-from streamer.parts.interest import InterestPart, StoredInterest, WithoutRulePart
+from streamer.parts.interest import InterestPart, WithoutRulePart
 from streamer.parts.letters import LetterPart
 from streamer.parts.log_level import LogLevelPart
 from streamer.parts.losses import LossPart
@@ -39,8 +39,7 @@ ORDER: Final[tuple[tuple[type[Part], str], ...]] = (
     (Readiness, "reports what follows while it starts"),
     (PausePart, "loads before the pumps: their endpoints may have been paused under another name"),
     (PumpPart, "loads before anything can append: records from now on are for the pumps"),
-    (SubscriptionFile, "its file is open before the interest is loaded, which may read it"),
-    (StoredInterest, "for whom messages are, as far as is known: before a network is listened to"),
+    (SubscriptionFile, "for whom messages are, as far as is known: before a network is listened to"),
     (WithoutRulePart, "looks at the interest"),
     (SenderPart, "counts from the first message on"),
     (EndpointPart, "networks open once all that receives is loaded, and close once services have stopped"),

@@ -28,7 +28,7 @@ from streamer.part import Part, Parts
 from streamer.parts.endpoints import EndpointPart
 from streamer.parts.ports import OPEN_WAIT_S
 from streamer.parts.readiness import Readiness
-from streamer.reporting import Sample
+from streamer.reporting import Sample, each
 from uprotocol.status import UStatusError
 from uprotocol.transport import UTransport
 from uprotocol.v1.ucode_pb2 import UCode
@@ -121,8 +121,7 @@ class Reloader(Part):
             yield f"the configuration file has changed: {what}"
 
     def samples(self) -> Iterator[Sample]:
-        for result, count in self._counts.items():
-            yield "reloads", (result,), count
+        yield from each("reloads", (), self._counts)
         yield "reload_failed", (), bool(self._failure)
 
     # Check

@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import os
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from history.log.log import Log
+from storage.runtime import REAL
 from streamer.assembly import Assembly, Attached
 from streamer.config import Config
 from streamer.operating.backup import Backups
@@ -357,7 +357,6 @@ def operations_without_start(status: StreamerStatus) -> Operations:
     """Returns the one operation of a streamer that can't start."""
 
     async def tell(_: Arguments) -> dict[str, Any]:
-        now = moment(round(datetime.now(UTC).timestamp() * 1000))
-        return {**status.model_dump(mode="json"), "now": now}
+        return {**status.model_dump(mode="json"), "now": moment(REAL.now_ms())}
 
     return Operations({"status": Operation(tell)})

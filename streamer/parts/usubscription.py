@@ -21,7 +21,8 @@ log = structlog.get_logger()
 
 
 class SubscriptionFile(Part):
-    """Opens the file if the disk allows it. A file that can't be read or written is tried again by the service."""
+    """Opens the file if the disk allows it, then loads the interest, which may read it. A file that can't be read or
+    written is tried again by the service."""
 
     name = "subscriptions"
 
@@ -32,6 +33,7 @@ class SubscriptionFile(Part):
     async def start(self) -> None:
         if self.assembly.usubscription is not None:
             await self.attempt(self.assembly.usubscription.open)
+        await self.assembly.interest.load()
 
     async def attempt(self, begin: Callable[[], Awaitable[None]]) -> None:
         """Calls `begin`; notes why it fails if it can be tried again. Raises errors that waiting does not fix:

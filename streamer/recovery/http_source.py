@@ -117,12 +117,7 @@ class HttpSource(RecoverySource):
 
 
 def newest_of(
-    topic: UUri,
-    body: bytes,
-    position: str | None,
-    after: str | None,
-    format: UPayloadFormat.ValueType,
-    began_ms: int,
+    topic: UUri, body: bytes, position: str | None, after: str | None, format: UPayloadFormat.ValueType, began_ms: int
 ) -> Fetched:
     if not body or (position is not None and position == after):
         return Fetched((), position)

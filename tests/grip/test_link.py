@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 import pytest
 from aiohttp import web
 
+from streamer.grip import link
 from streamer.grip.headers import HeldChannel, NextLink
 from streamer.grip.link import Links, resolved
 from tests.serving import serving
@@ -32,8 +33,10 @@ async def serve() -> AsyncIterator[Serve]:
 
 
 @pytest.fixture
-async def links() -> AsyncIterator[Links]:
-    made = Links(timeout_s=1, answer_bytes_max=1_000, pages_max=5, pages_bytes_max=2_500)
+async def links(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Links]:
+    monkeypatch.setattr(link, "LINK_PAGES_MAX", 5)
+    monkeypatch.setattr(link, "PAGES_BYTES_MAX", 2_500)
+    made = Links(timeout_s=1, answer_bytes_max=1_000)
     yield made
     await made.close()
 

@@ -62,8 +62,7 @@ def before(first: str, then: str) -> bool:
         ("hand-overs", "claims"),
         ("follows", "claims"),
         ("recovery", "claims"),
-        ("subscriptions", "stored interest"),  # starts
-        ("stored interest", "endpoints"),
+        ("subscriptions", "endpoints"),  # starts
         ("endpoints", "history"),  # stops in reverse: services end while networks are open
         ("endpoints", "losses"),
         ("history", "HTTP edge"),
