@@ -22,7 +22,6 @@ from uprotocol.status import UStatusError
 from uprotocol.transport import MESSAGE_BYTES_MAX
 from uprotocol.v1.ucode_pb2 import UCode
 
-PATH: Final = "/publish/"
 BODY_BYTES_AT_ONCE: Final = 1 << 16  # a larger body is read beside the loop
 
 # What the log says in place of a reason that quotes the request

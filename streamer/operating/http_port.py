@@ -71,7 +71,8 @@ class HttpPort:
     ) -> None:
         self._pages, self._lists, self._operations, self._guard = pages, lists, operations, guard
         self._token: Latest[bytes] | None = None
-        self._files = {"/" if file.name == "index.html" else f"/page/{file.name}": file for file in _files()}
+        files = sorted(file for file in PAGE_FOLDER.iterdir() if file.suffix in FILE_TYPES)
+        self._files = {"/" if file.name == "index.html" else f"/page/{file.name}": file for file in files}
         self._host = ""
         self._listener: Listener | None = None
 
@@ -165,10 +166,6 @@ def _telling(page: MakePage) -> PageHandler:
         return web.Response(status=status, headers={"Content-Type": type}, body=body)
 
     return tell
-
-
-def _files() -> list[Path]:
-    return sorted(file for file in PAGE_FOLDER.iterdir() if file.suffix in FILE_TYPES)
 
 
 def _filing(file: Path) -> PageHandler:

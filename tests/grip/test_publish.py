@@ -19,8 +19,9 @@ from gripcontrol import GripPubControl, HttpResponseFormat, HttpStreamFormat, pa
 from pubcontrol import Item as SentItem
 from pubcontrol import PubControl
 
+from streamer.edge.server import PUBLISH_PATH as PATH
 from streamer.grip.items import Item, ResponseFormat, StreamFormat
-from streamer.grip.publish import PATH, PublishHandler
+from streamer.grip.publish import PublishHandler
 from streamer.grip.signatures import PublisherKey, Signer
 from streamer.parts.edge import EdgePart
 from tests.grip.test_channels import NETWORKS, channels_of, grip, heard_by, recorded

@@ -30,10 +30,9 @@ from uprotocol.attributes import PUBLISH
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2
 from uprotocol.message import PROTOBUF
 from uprotocol.pacing import Backoff
-from uprotocol.status import RETRYABLE, UStatusError, invalid
+from uprotocol.status import UStatusError, invalid, settle
 from uprotocol.transport import UTransport
 from uprotocol.v1.uattributes_pb2 import UAttributes
-from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -452,11 +451,9 @@ async def send_all(transport: UTransport, messages: list[UMessage]) -> None:
     """Send until the network accepts all. Raises the UStatusError of a permanent refusal."""
     backoff = Backoff(RETRY_MIN_MS, RETRY_MAX_MS)
     while messages:
-        statuses = await transport.send_batch(messages)
-        failed = [index for index, status in enumerate(statuses) if status.code != UCode.OK]
-        for index in failed:
-            if statuses[index].code not in RETRYABLE:
-                raise UStatusError.from_status(statuses[index])
-        messages = [messages[index] for index in failed]
+        settled = settle(messages, await transport.send_batch(messages))
+        for _, status in settled.refused:
+            raise UStatusError.from_status(status)
+        messages = [one for one, _ in settled.again]
         if messages:
             await backoff.wait()
