@@ -68,8 +68,8 @@ class Attached:
 
     endpoint: Endpoint
     ingress: Ingress
-    pumps: list[Pump]
-    registrations: list[Remove]
+    pumps: list[Pump] = field(default_factory=list)
+    registrations: list[Remove] = field(default_factory=list)  # of the pumps
     express_task: asyncio.Task[None] | None = None
     network_task: asyncio.Task[None] | None = None
     pump_tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -219,19 +219,17 @@ class Assembly:
         self.follows.attach(self.dispatch, self.ingresses)
 
     def make_endpoint(self, endpoint: Endpoint) -> Attached:
-        pumps = self.make_pumps(endpoint)
-        looking = [self.interest.on_change(pump.interest_changed) for pump in pumps]
-        attached = Attached(endpoint, Ingress(endpoint, self.dispatch), pumps, looking)
-        self.attached[endpoint.name] = attached
+        attached = self.attached[endpoint.name] = Attached(endpoint, Ingress(endpoint, self.dispatch))
         self.ingresses[endpoint.name] = attached.ingress
+        self.make_pumps(attached)
         return attached
 
-    def make_pumps(self, endpoint: Endpoint) -> list[Pump]:
+    def make_pumps(self, attached: Attached) -> None:
         """Creates the pumps of one endpoint, one for each log."""
-        config = self.config
+        config, endpoint = self.config, attached.endpoint
         per_s = building.messages_per_s_of(config, endpoint.name)
         pace = None if per_s is None else Pace(per_s, asyncio.get_running_loop().time)  # of the pumps together
-        pumps = [
+        attached.pumps = [
             Pump(
                 endpoint,
                 target,
@@ -248,8 +246,8 @@ class Assembly:
             )
             for target, flow in self.dispatch.flows.items()
         ]
-        self.pumps += pumps
-        return pumps
+        attached.registrations = [self.interest.on_change(pump.interest_changed) for pump in attached.pumps]
+        self.pumps += attached.pumps
 
     def _make_networks(self) -> None:
         """Creates the parts that serve all endpoints, and the history."""

@@ -23,6 +23,7 @@ from streamer.operating import metrics
 from streamer.part import Part, within
 from streamer.reporting import Condition, Sample
 from streamer.walk.endpoint import Endpoint
+from streamer.walk.ingress import Ingress
 from uprotocol.tasks import end
 from usubscription_client import InterestSource, ServiceInterest
 
@@ -119,16 +120,12 @@ class EndpointPart(Part):
         assembly, endpoint = self.assembly, attached.endpoint
         self.parts.remove_pumps(attached)
         assembly.remove_pumps(attached)
+        assembly.make_pumps(attached)
         if is_closed:
             attached.ingress.close()
             assembly.networks.remove_endpoint(endpoint.name)
-            new = assembly.make_endpoint(endpoint)
-            attached.ingress, attached.pumps, attached.registrations = new.ingress, new.pumps, new.registrations
-            assembly.attached[endpoint.name] = attached
+            attached.ingress = assembly.ingresses[endpoint.name] = Ingress(endpoint, assembly.dispatch)
             assembly.networks.add_endpoint(endpoint)
-        else:
-            attached.pumps = assembly.make_pumps(endpoint)
-            attached.registrations = [assembly.interest.on_change(pump.interest_changed) for pump in attached.pumps]
         self.parts.add_pumps(attached, section)
 
     def resume(self, attached: Attached, *, is_closed: bool) -> None:
