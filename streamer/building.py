@@ -323,10 +323,8 @@ async def logs_of(config: Config, runtime: Runtime) -> tuple[Logs, IdWindow]:
     try:
         data_dir.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
     except OSError as error:
-        raise UStatusError(
-            UCode.FAILED_PRECONDITION,
-            f"streamer.data_dir {data_dir} can't be made ({error.strerror}): choose a folder that can",
-        ) from None
+        why = f"streamer.data_dir {data_dir} can't be made ({error.strerror}): choose a folder that can"
+        raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
     volatile_topics = limits.volatile_topics_max if history.volatile else 1  # without a pattern none is used
     shared: dict[str, Any] = {
         "retention_ms": _retention_ms(config),

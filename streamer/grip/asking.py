@@ -110,9 +110,8 @@ class SharedLinks:
             if said.link is not None:
                 resolved(url, said.link.url)
         except UStatusError as error:
-            raise UStatusError(
-                UCode.FAILED_PRECONDITION, f"the answer of the link {place_of(url)}: {error.message}"
-            ) from None
+            why = f"the answer of the link {place_of(url)}: {error.message}"
+            raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
         return answer
 
     def _forget(self, key: _Key, request: _Request) -> None:

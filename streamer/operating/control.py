@@ -226,11 +226,8 @@ def _ask_file(folder: Path, do: str, topic: str, peer: str, own: str, origin: st
     try:
         lock = REAL_DISK.lock(folder / LOG_LOCK)
     except InUseError as error:
-        raise UStatusError(
-            UCode.UNAVAILABLE,
-            f"the streamer runs as process {error}, and there is no {CONTROL_SOCKET} in {folder}: see its "
-            "log, or stop it first",
-        ) from None
+        why = f"the streamer runs as process {error}, and there is no {CONTROL_SOCKET} in {folder}"
+        raise UStatusError(UCode.UNAVAILABLE, f"{why}: see its log, or stop it first") from None
     try:
         change = pauses.added if do == "pause" else pauses.removed
         after = change(pauses.read(file), pattern, peer, origin)

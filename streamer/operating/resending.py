@@ -167,13 +167,12 @@ class Resender:
     def _way(self, letter: Stored, to: str) -> LetterWay | LetterResult:
         """Returns where the letter goes, or why it is not sent."""
         # 1: letters that can't be sent again at all
-        attributes, refused = letter.message.attributes, partial(LetterResult, letter.number, ResendResult.REFUSED)
+        attributes, result = letter.message.attributes, partial(LetterResult, letter.number)
+        refused = partial(result, ResendResult.REFUSED)
         if letter.is_cut:
-            return LetterResult(
-                letter.number, ResendResult.CUT, "it was stored without its payload: its sender has to send it again"
-            )
+            return result(ResendResult.CUT, "it was stored without its payload: its sender has to send it again")
         if attrs.is_expired(attributes, uuids.now_ms()):
-            return LetterResult(letter.number, ResendResult.EXPIRED, f"its ttl of {attributes.ttl} ms is over")
+            return result(ResendResult.EXPIRED, f"its ttl of {attributes.ttl} ms is over")
         # 2: the endpoint `at` that it was for, by its present name; for a removed one, `to`
         name = letter.endpoint if letter.endpoint in self._endpoints else self._renamed().get(letter.endpoint, "")
         is_known = name in self._endpoints
@@ -186,9 +185,7 @@ class Resender:
         source, sink = attributes.source, attributes.sink if attributes.HasField("sink") else None
         origin = self._endpoints.owner(source.authority_name)
         if origin is None:
-            return LetterResult(
-                letter.number, ResendResult.DENIED, f"no endpoint has its source's authority {source.authority_name!r}"
-            )
+            return result(ResendResult.DENIED, f"no endpoint has its source's authority {source.authority_name!r}")
         if sink is not None and self._hosted.owns(sink):
             return refused("it is for a service of this streamer: its sender has to send it again")
         # 4: a message that was not taken from its origin goes into the walk again, all others to one peer

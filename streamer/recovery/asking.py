@@ -115,8 +115,8 @@ class AskedSource:
         self, message: EncodedMessage, key: bytes, now: float, taken: asyncio.Future[int] | None = None
     ) -> GateEntry:
         decoded = message.decoded()
-        position = self._told("position", decoded) or uuids.format(decoded.attributes.id)
-        follows = self._told("predecessor", decoded) if self.has_predecessors else None
+        position = self._position_by("position", decoded) or uuids.format(decoded.attributes.id)
+        follows = self._position_by("predecessor", decoded) if self.has_predecessors else None
         return GateEntry(message, key, position, follows, taken, now)
 
     def entries(
@@ -151,8 +151,8 @@ class AskedSource:
         self.counts["invalid"] += not is_valid
         return is_valid
 
-    def _told(self, method: str, message: UMessage) -> str | None:
-        """Returns the position that a method of the source tells of `message`; None: it tells none, or no valid one."""
+    def _position_by(self, method: str, message: UMessage) -> str | None:
+        """Returns the position that a method of the source says for `message`; None: none, or no valid one."""
         try:
             position = getattr(self._source, method)(message)
         except Exception as error:  # foreign code may raise anything
