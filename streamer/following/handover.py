@@ -45,7 +45,7 @@ class HandOvers(Reporter):
     """Owns the cursors `followed:ENDPOINT` and `follower:ENDPOINT:SERVICE`.
 
     Its state, by endpoint: its pumps, its follower and why that was refused, whether its publishes are followed
-    (`_taken`); by row: for how long a follower has been silent, now and on disk.
+    (`followed`), and for how long its follower has been silent, now and on disk.
     """
 
     def __init__(
