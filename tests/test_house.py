@@ -16,7 +16,12 @@ from tools import house
 
 TREE = Path(__file__).parents[1]
 
-LINES_MAX: Final = 75_210
+LINES: Final = {  # what the product's lines are for -> how many these may be; together the ceiling
+    "release 0.2.0, less what untying its rooms was to save": 68_000,
+    "what is wanted and vanishes is reported": 4_340,
+    # 33 more files (parts, what waits, words of all rooms), each with its imports, its docstring, and what is its state
+    "each part of the streamer, and each reason to wait, is an object of its own": 1_920,
+}
 WALKS_MAX: Final = {  # walk -> functions, files
     "publish": (100, 30),
     "subscribe": (304, 58),
@@ -60,7 +65,8 @@ ROOM_CIRCLES: Final = {  # rooms that import each other in a circle -> why
 
 
 def test_the_product_does_not_grow_unnoticed() -> None:
-    assert house.line_count(TREE) <= LINES_MAX, "make house: delete something, or say in the commit what the lines buy"
+    what = "make house: delete something, or say in LINES what the lines are for"
+    assert house.line_count(TREE) <= sum(LINES.values()), what
 
 
 def test_no_name_of_a_class_stands_in_two_files() -> None:
