@@ -80,6 +80,7 @@ class Group:
     timeout_ms: int = 10_000
 
     def has(self, source: UUri) -> bool:
+        """Returns True if the topic belongs to this group."""
         return any(uris.matches(pattern, source) for pattern in self.topics)
 
     def owner(self, publisher: PublisherAddress) -> PublisherAddress:

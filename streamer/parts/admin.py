@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import structlog
+
 from streamer import building
 from streamer.assembly import Assembly
 from streamer.config import Config
@@ -18,6 +20,8 @@ from streamer.parts.senders import SenderPart
 from streamer.parts.status import StatusPart
 from streamer.reporting import Reporter
 
+log = structlog.get_logger()
+
 
 class AdminPort(Part):
     name = "admin port"
@@ -25,7 +29,7 @@ class AdminPort(Part):
     def __init__(self, assembly: Assembly, parts: Parts) -> None:
         super().__init__(assembly, parts)
         config, status = assembly.config, parts.of(StatusPart)
-        self._opening = PortOpening(assembly.tasks, self.name, is_fatal=False)
+        self._opening = PortOpening(assembly.tasks, self.name, _not_opened, is_fatal=False)
         self.offered = Operations(parts.operations())  # by the parts before this one; also at the control socket
         self.admin = Admin(
             config.streamer.admin,
@@ -53,3 +57,8 @@ class AdminPort(Part):
         """Nobody waits for it: the change may have been asked for at this port."""
         if (old.streamer.admin, old.admin) != (new.streamer.admin, new.admin):
             await self._opening.begin(partial(self.admin.change, new.streamer.admin, new.admin))
+
+
+def _not_opened(error: str, attempt: int) -> str:
+    log.error("the admin port can't be opened; trying again", error=error, attempt=attempt)
+    return f"the admin port can't be opened: {error}"

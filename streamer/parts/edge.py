@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 from streamer import building
 from streamer.assembly import Assembly
 from streamer.config import Config
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from streamer.edge.callers import Callers
     from streamer.edge.server import EdgeServer, PublishServer
 
+log = structlog.get_logger()
+
 
 class EdgePart(Part):
     """The servers at `http.listen` and `grip.publish`, each if it is configured."""
@@ -28,7 +32,7 @@ class EdgePart(Part):
 
     def __init__(self, assembly: Assembly, parts: Parts) -> None:
         super().__init__(assembly, parts)
-        self._opening = PortOpening(assembly.tasks, self.name, is_fatal=True)
+        self._opening = PortOpening(assembly.tasks, self.name, _not_opened, is_fatal=True)
         self._changed = asyncio.Event()
         self._configure(assembly.config)
 
@@ -123,3 +127,8 @@ class EdgePart(Part):
 
 def _sections(config: Config) -> tuple[Any, ...]:
     return config.http, config.grip, config.channel, config.proxy
+
+
+def _not_opened(error: str, attempt: int) -> str:
+    log.error("the HTTP edge can't be opened; trying again", error=error, attempt=attempt)
+    return f"the HTTP edge can't be opened: {error}"

@@ -7,8 +7,6 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Final
 
-import structlog
-
 from streamer.assembly import Tasks
 from streamer.reporting import Condition, Reporter
 from uprotocol.pacing import Backoff
@@ -20,14 +18,13 @@ OPEN_WAIT_S: Final = 3.0  # longest wait of a reload until what it has changed i
 OPEN_MS_MIN: Final = 500  # shortest and ...
 OPEN_MS_MAX: Final = 30_000  # ... longest pause between attempts to open a port after a change
 
-log = structlog.get_logger()
-
 
 class PortOpening(Reporter):
     """Opens a port again in the background, until that works: meanwhile `conditions` has the reason."""
 
-    def __init__(self, tasks: Tasks, what: str, *, is_fatal: bool) -> None:
-        self._tasks, self._what, self._is_fatal = tasks, what, is_fatal
+    def __init__(self, tasks: Tasks, name: str, failed: Callable[[str, int], str], *, is_fatal: bool) -> None:
+        """`failed(error, attempt)` logs a failure, and returns the reason for operators."""
+        self._tasks, self._name, self._failed, self._is_fatal = tasks, name, failed, is_fatal
         self._task: asyncio.Task[None] | None = None
         self._trouble = ""
 
@@ -36,7 +33,7 @@ class PortOpening(Reporter):
         ends."""
         if self._task is not None:
             await end(self._task)
-        self._task = self._tasks.start(self._reopen(reopen), self._what)
+        self._task = self._tasks.start(self._reopen(reopen), self._name)
         return self._task
 
     async def _reopen(self, reopen: Callable[[], Awaitable[None]]) -> None:
@@ -45,9 +42,7 @@ class PortOpening(Reporter):
             try:
                 await reopen()
             except UStatusError as error:
-                self._trouble = f"the {self._what} can't be opened: {error.message}"
-                event = f"the {self._what} can't be opened; trying again"
-                log.error(event, error=error.message, attempt=backoff.attempt)
+                self._trouble = self._failed(error.message, backoff.attempt)
                 await backoff.wait()
             else:
                 self._trouble = ""

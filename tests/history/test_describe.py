@@ -266,7 +266,7 @@ def test_what_is_there_throughout_is_listed_once_whatever_comes_and_goes(
             log = logs[number % 2]
             if number < 0:
                 for one in logs:
-                    one._forget(at_once=True)
+                    one.stream_table._forget(at_once=True)
             else:
                 (message,) = publishes([topic(number % 5, number % 3)], b"x" * (1 + number * 20))
                 await log.append([log.stream_id(message.attributes.source, wanted=True)], [message])

@@ -154,6 +154,7 @@ class Mqtt5Transport(TransportBase):
     # Events of the link.
 
     def welcomed(self, welcome: Welcome) -> None:
+        """Called by the link: the broker has accepted a connection."""
         now_s = asyncio.get_running_loop().time()
         if welcome.session_present and not self._was_welcomed:
             self._resumed_session = True
@@ -210,12 +211,14 @@ class Mqtt5Transport(TransportBase):
         self._session.try_suspects()
 
     def down(self, why: str) -> None:
+        """Called by the link: the connection is lost."""
         self._session.down()
         self._window.shut(UStatus(code=UCode.UNAVAILABLE, message=why))
         self._receiver.down()
         self.set_connected(False, why)
 
     def tick(self, now_s: float) -> None:
+        """Called by the link about once a second."""
         if self._window.stalled and not self._link.may_be_behind(PUBACK_MS_MAX / 1000):
             log.error("acknowledgements of the broker are overdue: dropping the connection", window=repr(self._window))
             self._link.drop("its acknowledgements are overdue")
