@@ -201,7 +201,18 @@ LINK_TRANSITIONS: Final[Mapping[tuple[Status, LinkEvent], LinkRule]] = {
     (UP, L.ANSWER_UNSUBSCRIBED): LinkRule(U, Send.DONE),
     (UP, L.TIMEOUT): LinkRule(UP, Send.REPEAT),
 }
-"""All other pairs change nothing (test_us_stateful names them)."""
+LINK_IGNORES: Final = frozenset(
+    {
+        *((U, event) for event in LinkEvent if event not in (L.WANT, L.ORPHANED)),  # there is no link
+        *((state, L.WANT) for state in (SP, S)),
+        *((state, L.ORPHANED) for state in (SP, S, UP)),
+        *((UP, event) for event in (L.WANT_MORE, L.UNWANT, L.LOST)),
+        *((UP, event) for event in (L.NOTIFIED_SUBSCRIBED, L.NOTIFIED_PENDING, L.NOTIFIED_UNSUBSCRIBED)),
+        (SP, L.NOTIFIED_PENDING),
+        (S, L.NOTIFIED_SUBSCRIBED),
+    }
+)
+"""These pairs change nothing. Together with LINK_TRANSITIONS they are all pairs (test_us_stateful)."""
 
 _ANSWERS: Final = {S: L.ANSWER_SUBSCRIBED, SP: L.ANSWER_PENDING, U: L.ANSWER_UNSUBSCRIBED, UP: L.ANSWER_UNSUBSCRIBED}
 _NOTIFICATIONS: Final = {
@@ -325,6 +336,7 @@ class _Machine:
         link = self.step.link
         rule = LINK_TRANSITIONS.get((link.state, event))
         if rule is None:
+            assert (link.state, event) in LINK_IGNORES, f"no rule for {event} in {link.state!r}"
             return
         link = link._replace(state=rule.state)
         match rule.send:

@@ -77,7 +77,16 @@ HOLD_RULES: Final[Mapping[tuple[HoldState, HoldEvent], HoldRule]] = {
     (RETURNING, E.CONFIRMED): HoldRule(OVER),
     **{(state, E.END): HoldRule(OVER) for state in (WAITING, TRYING, TAKEN, RETURNING)},
 }
-"""An event without a rule for the state is ignored."""
+IGNORED: Final = frozenset(
+    {
+        *((state, E.DUE) for state in (TRYING, TAKEN, RETURNING)),  # an outdated time
+        *((state, E.TRIAL_TAKEN) for state in (TAKEN, RETURNING)),  # another trial of a merged unit
+        *((state, E.WITHDRAWN) for state in (WAITING, TAKEN, RETURNING)),
+        *((state, E.READ_BACK) for state in (WAITING, TRYING, RETURNING)),  # not taken since
+        *((state, E.CONFIRMED) for state in (WAITING, TRYING, TAKEN)),  # not taken while it was read back
+        *((OVER, event) for event in HoldEvent),
+    }
+)
 
 
 class HoldProgress(NamedTuple):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from streamer.egress import hold_state
 from streamer.egress.hold_state import (
     HOLD_RULES,
+    IGNORED,
     OVER,
     RETURNING,
     TAKEN,
@@ -22,16 +23,6 @@ from streamer.egress.hold_state import HoldEvent as E
 from streamer.egress.hold_state import HoldProgress as P
 from streamer.egress.hold_state import NextTry as N
 
-IGNORED = frozenset(
-    {
-        *((state, E.DUE) for state in (TRYING, TAKEN, RETURNING)),  # an outdated time
-        *((state, E.TRIAL_TAKEN) for state in (TAKEN, RETURNING)),  # another trial of a merged unit
-        *((state, E.WITHDRAWN) for state in (WAITING, TAKEN, RETURNING)),
-        *((state, E.READ_BACK) for state in (WAITING, TRYING, RETURNING)),  # not taken since
-        *((state, E.CONFIRMED) for state in (WAITING, TRYING, TAKEN)),  # not taken while it was read back
-        *((OVER, event) for event in E),
-    }
-)
 NOW = 100.0
 PROGRESS = st.builds(
     P,

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,25 +18,21 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.tiers import examples, seeds
 from uprotocol.status import UStatusError
 from usubscription.state import (
+    LINK_IGNORES,
     LINK_TRANSITIONS,
-    SP,
-    UP,
     Answered,
     Command,
     Expire,
     Key,
-    L,
     LinkEvent,
     Lost,
     Notified,
     Orphaned,
     RemoteLink,
-    S,
     Status,
     Subscribe,
     SubscriptionRecord,
     TimedOut,
-    U,
     Unsubscribe,
     retry_delay_ms,
     step,
@@ -396,20 +392,6 @@ def test_long_random_walks(seed: int) -> None:
 
 # -- the tables
 # -------------------------------------------------------------------------------------------------------------------
-
-
-LINK_IGNORES: Final = frozenset(
-    {
-        *((U, event) for event in LinkEvent if event not in (L.WANT, L.ORPHANED)),  # there is no link
-        *((state, L.WANT) for state in (SP, S)),
-        *((state, L.ORPHANED) for state in (SP, S, UP)),
-        *((UP, event) for event in (L.WANT_MORE, L.UNWANT, L.LOST)),
-        *((UP, event) for event in (L.NOTIFIED_SUBSCRIBED, L.NOTIFIED_PENDING, L.NOTIFIED_UNSUBSCRIBED)),
-        (SP, L.NOTIFIED_PENDING),
-        (S, L.NOTIFIED_SUBSCRIBED),
-    }
-)
-"""The pairs that change nothing."""
 
 
 def test_every_pair_of_link_state_and_event_is_decided() -> None:
