@@ -20,7 +20,7 @@ LINES: Final = {  # what the product's lines are for -> how many these may be; t
     "release 0.2.0, less what untying its rooms was to save": 68_000,
     "what is wanted and vanishes is reported": 4_340,
     # 33 more files (parts, what waits, words of all rooms), each with its imports, its docstring, and what is its state
-    "each part of the streamer, and each reason to wait, is an object of its own": 1_930,
+    "each part of the streamer, and each reason to wait, is an object of its own": 1_960,
 }
 WALKS_MAX: Final = {  # walk -> functions, files
     "publish": (100, 30),

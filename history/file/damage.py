@@ -32,7 +32,7 @@ INDEX: Final = "index"
 STRUCTURE: Final = "structure"  # SQLite's own pages, found while the log was in use
 NETWORK: Final = "network"  # a network lost messages before they arrived here; it is unknown which
 SUBSCRIPTIONS: Final = "subscriptions"  # the store beside the log lost changes of subscriptions
-# messages that arrived, and were dropped although their network was told that they were taken
+# messages that were dropped after their network had got an acknowledgement for them
 DROPPED: Final = "dropped"
 EMPTIED: Final = "emptied"  # what is stored is new, and others knew what was stored before
 OTHERS: Final = frozenset({NETWORK, SUBSCRIPTIONS, DROPPED, EMPTIED})

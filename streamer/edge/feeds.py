@@ -169,8 +169,9 @@ class KeptBytes:
 class Feed:
     """Reads the newest records of `topics` as `caller`, while it has clients.
 
-    Its state: the events that are kept, their number and position (`_kept`, `_bytes`, `_first`, `_before_first`), how
-    far it has read (`newest_id`, `exact_from`), and who reads it (`clients`, `rates`).
+    Its state: the events in memory, the number and position of the first one (`_kept`, `_bytes`, `_first`,
+    `_before_first`); the position of the last record that it has read (`newest_id`, `exact_from`); and its clients,
+    with their rates (`clients`, `rates`).
     """
 
     def __init__(self, reading: HistoryReading, history: ReadableHistory, caller: UUri, room: KeptBytes) -> None:

@@ -59,9 +59,9 @@ log = structlog.get_logger()
 class Follows(Intake, UListener, Reporter):
     """All followed histories: those in `follows`, and those of publishers and gateways that announce themselves.
 
-    Its state: the histories (`_followed`, with `_by_name` and `_named` to find them), the tasks that follow them
-    (`_tasks`) or begin to after the start (`_to_run`); who has announced itself and is not followed (`_idle`,
-    `_refused`); and who waits for an answer of a history.
+    Its state: the histories (`_followed`, with `_by_name` and `_named` to find them); the tasks that follow them
+    (`_tasks`), and those to be created once the streamer runs (`_to_run`); histories that were announced and are not
+    followed (`_idle`, `_refused`); and the calls that wait for a history (`_waits`).
     """
 
     def __init__(

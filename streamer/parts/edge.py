@@ -85,7 +85,7 @@ class EdgePart(Part):
         return handlers_of(self._config, assembly.history, outlet, on_gap, callers, places, now_ms)
 
     async def run(self) -> None:
-        """Reads the tokens again when their file changes, and ends clients whose token is gone."""
+        """Reads the tokens again when their file changes, and ends clients whose token is no longer in it."""
         while True:
             self._changed.clear()
             looking = None if self._callers is None else asyncio.create_task(self._callers.run(self.places.look))

@@ -240,8 +240,8 @@ class Sender(Generic[T]):
         self.wake.set()
 
     def landed(self) -> Settled[T] | None:
-        """Returns the result of the batches that were answered, up to the first one that was not; after a failure of
-        all in flight together. None: there are none yet."""
+        """Returns the result of the batches that were answered, up to the first unanswered one. After a failure: of all
+        batches in flight, once all are answered. None: there is no result yet."""
         landed, statuses = list[T](), list[UStatus]()
         if self.have_failed and not all(flight.answer.done() for flight in self.flights):
             return None
