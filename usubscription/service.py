@@ -433,7 +433,7 @@ class USubscriptionService:
         except UStatusError:
             if self.store.trouble is None:
                 raise
-            await self._halt()  # the store is damaged
+            await self.halt()  # the store is damaged
 
     async def stop(self) -> None:
         """Answer the running requests, then close the store. May be called twice."""
@@ -442,20 +442,20 @@ class USubscriptionService:
         await self.entry.close()
         if self._halting is not None:
             await self._halting
-        await self._halt()
+        await self.halt()
         await self.store.stop()
         self._is_open = False
         await self.entry.responses.drain(self._drain_ms_max)
         await self._gate.unserved.drain(self._drain_ms_max)
         self._started = False
 
-    async def _halt(self) -> None:
-        """Stop everything that is not caused by a request."""
+    async def halt(self) -> None:
+        """Stop everything that is not caused by a request. May be called twice."""
         await asyncio.gather(end(self._expirer), self.remote.stop(), self.notifier.stop())
 
     def _in_trouble(self) -> None:
         if self._started:
-            self._halting = asyncio.ensure_future(self._halt())
+            self._halting = asyncio.ensure_future(self.halt())
 
     def on_change(self, hook: Hook) -> None:
         """Call `hook(changes)` after every commit that changed something, before the answers are sent. If it returns an

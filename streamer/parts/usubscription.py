@@ -105,6 +105,11 @@ class USubscriptionPart(Part):
         if self.assembly.usubscription is not None:
             await self.assembly.usubscription.stop()
 
+    async def close(self) -> None:
+        """If `stop` took too long, its tasks still run."""
+        if self.assembly.usubscription is not None:
+            await self.assembly.usubscription.halt()
+
     def samples(self) -> Iterator[Sample]:
         if self.assembly.usubscription is not None:
             yield from each("usubscription_requests", (), self.assembly.usubscription.requests)

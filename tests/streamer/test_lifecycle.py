@@ -49,6 +49,22 @@ async def test_a_service_that_does_not_stop_keeps_no_other_from_stopping(monkeyp
     ]
 
 
+async def test_a_service_that_does_not_stop_in_time_leaves_no_task(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts_module, "SERVICES_CLOSE_S", 0.02)
+    others = asyncio.all_tasks()
+    world = await make_world({"vehicle": "", "cloud": ""})
+    assert world.assembly.usubscription is not None
+    for server in world.assembly.usubscription._servers.values():
+        monkeypatch.setattr(server, "close", asyncio.Event().wait)  # as if it waited for a request that never ends
+    await world.stop()
+    left = asyncio.all_tasks() - others
+    if left:  # those that were cancelled need a turn of the loop
+        await asyncio.wait(left, timeout=1)
+    assert [task for task in left if not task.done()] == []
+
+
 def before(first: str, then: str) -> bool:
     names = [kind.name for kind in KINDS]
     return names.index(first) < names.index(then)

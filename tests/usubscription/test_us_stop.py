@@ -43,7 +43,7 @@ async def test_a_cancellation_that_meets_the_news_ends_the_task(world: Any, part
         match part:
             case "expirer":
                 service._expiry_news.set()
-                await service._halt()
+                await service.halt()
             case "auditor":
                 service.remote.auditor._wake.set()
                 await service.remote.auditor.stop()
