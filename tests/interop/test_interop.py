@@ -39,7 +39,7 @@ from uprotocol.message import UMessageBuilder
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription_client import Status
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.broker, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.broker, pytest.mark.timeout(300, func_only=True)]
 
 MakeCell = Callable[[str, str], Cell]
 
