@@ -25,6 +25,7 @@ from streamer.parts.reloading import Reloader
 from tests.streamer.conftest import MakeWorld, endpoints, publication
 from tests.streamer.test_attaching import OBJECTS_MAX, settled_counts
 from tests.streamer.test_reloading import AT_CLOUD, DOOR, changed, publishing, reload, section, table, with_endpoint
+from tests.tiers import full
 from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
@@ -265,7 +266,8 @@ async def test_a_constructor_or_a_read_that_fails_changes_nothing(
 # Leaks
 
 
-async def test_reloads_there_and_back_leave_nothing_behind(make_world: MakeWorld) -> None:
+@pytest.mark.parametrize("rounds", [12, pytest.param(60, marks=full)])  # a second each
+async def test_reloads_there_and_back_leave_nothing_behind(make_world: MakeWorld, rounds: int) -> None:
     world = await make_world({"vehicle": "", "cloud": "remote"}, AT_CLOUD)
     world.networks["dock"] = world.networks["cloud"]  # of `counts`
     config = world.config
@@ -281,11 +283,11 @@ async def test_reloads_there_and_back_leave_nothing_behind(make_world: MakeWorld
         egress=table(config.egress, {"retry_max_ms": 30}),
     )
     before: dict[str, int] = {}
-    for number in range(60):
+    for number in range(rounds):
         await reload(world, new)
         await reload(world, config)
         await world.until(lambda: world.assembly.networks.is_connected(world.assembly.endpoints["cloud"]))
-        if number in (10, 59):
+        if number in (rounds // 6, rounds - 1):
             await world.until(lambda: not world.parts.of(EdgePart).port and not world.streamer.admin.port)
             await world.until(lambda: not [one for one in asyncio.all_tasks() if one.get_name() == "admin port"])
             for _ in range(LOOKS):  # the tasks that ask a silent uSubscription come and go
