@@ -28,6 +28,7 @@ from transports.local import LocalNetwork, LocalTransport
 from transports.ports import free_port
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder
+from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
 
 WAIT_S: Final = 40.0
@@ -116,7 +117,14 @@ usubscription = "none"
         async with asyncio.timeout(WAIT_S):
             while not condition():
                 end = await planner.latest(self.offset, None, 0.1)
-                for authority, numbers in (await records_between(self.session, self.offset, end)).items():
+                try:
+                    read = await records_between(self.session, self.offset, end)
+                except UStatusError as error:  # the network is away again, or not back yet: Spark repeats the task
+                    if not error.retryable:
+                        raise
+                    await asyncio.sleep(0.1)
+                    continue
+                for authority, numbers in read.items():
                     self.read.setdefault(authority, Counter()).update(numbers)
                 self.offset = end
                 await planner.commit(end)
