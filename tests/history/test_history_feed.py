@@ -78,7 +78,7 @@ class World(HistoryWorld):
 
     async def begin(self, path: Path) -> None:
         await self.open(await Log.open(path, name="durable"), await Log.open(None, name="volatile"))
-        self.client = Client(self.rpc, SERVICE, timeout_ms=5_000)
+        self.client = Client(self.rpc, SERVICE, timeout_ms=30_000)
         self.gaps: list[tuple[UUri, Gap]] = []
         self.feed = HistoryFeed(self.client, on_gap=lambda topic, gap: self.gaps.append((topic, gap)))
 
@@ -144,8 +144,8 @@ async def test_one_long_poll_feeds_1000_listeners_of_10000_topics(world: World) 
     await world.feed.subscribe_since(topic(0), 0, listeners[0])
     await world.caught_up(1)
     asked_bytes = client.asked_bytes
-    for begin in range(1, TOPICS, 200):  # each asks the service before it returns
-        some = range(begin, min(begin + 200, TOPICS))
+    for begin in range(1, TOPICS, 100):  # each asks the service before it returns
+        some = range(begin, min(begin + 100, TOPICS))
         await asyncio.gather(*(world.feed.subscribe_since(topic(one), 0, listeners[one // each]) for one in some))
     await until(lambda: all(listener.numbers == [0] * each for listener in listeners))
     await world.caught_up(TOPICS)

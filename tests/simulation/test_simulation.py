@@ -14,8 +14,10 @@ import pytest
 
 from tests.tiers import full
 
+pytestmark = pytest.mark.timeout(660)
+
 ROOT = Path(__file__).resolve().parent.parent.parent
-TIMEOUT_S = 180
+TIMEOUT_S = 600
 
 
 def simulation(*arguments: str) -> subprocess.CompletedProcess[str]:

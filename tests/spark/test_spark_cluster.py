@@ -19,7 +19,7 @@ from tests.tiers import full
 pytestmark = [
     full,
     pytest.mark.slow,
-    pytest.mark.timeout(280),
+    pytest.mark.timeout(480),
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
 ]
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(280),
+    pytest.mark.timeout(480),
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
 ]
 
