@@ -8,6 +8,7 @@ import asyncio
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from history.reading.client import HistoryClient
 from history.reading.subscriber import GaplessSubscriber
 from history.records.epoch import Epoch, Time
 from history.service.keeper import Keeper
+from storage.runtime import REAL
 from tests.history.world import SERVICE, HistoryWorld, virtually
 from tests.tiers import full, seeds
 from uprotocol import uri as uris
@@ -63,13 +65,17 @@ class World(HistoryWorld):
     async def begin(self, dice: random.Random, logs: int) -> None:
         self.dice, self.now_ms = dice, START_MS
         self.stopped: list[tuple[int, int]] = []  # times, from and to, in which the gateway was not running
-        made = [await Log.open(None, name=f"log{place}", now_ms=lambda: self.now_ms) for place in range(logs)]
+        self._runtime = replace(REAL, random_bytes=random.Random(dice.getrandbits(64)).randbytes)  # of incarnations
+        made = [await self._log(place) for place in range(logs)]
         self.keeper = self._keeper(made)
         await self.keeper.open()
         await self.open(*made, keeper=self.keeper)
         length = dice.choice([1, 2])
         self.courses = [Course(0x21, length), Course(0x22, length)]
         self.place_of = {topic.SerializeToString(): dice.randrange(logs) for topic in (*SIGNALS, *LAPS, OTHER)}
+
+    async def _log(self, place: int) -> Log:
+        return await Log.open(None, name=f"log{place}", now_ms=lambda: self.now_ms, runtime=self._runtime)
 
     def _keeper(self, logs: Sequence[Log]) -> Keeper:
         return Keeper(FRONTIERS, [SECOND, LAP], logs, lambda: self.now_ms)
@@ -92,7 +98,7 @@ class World(HistoryWorld):
         await self.service.stop()
         for log in self.logs:
             await log.close()
-        self.logs = [await Log.open(None, name="log0", now_ms=lambda: self.now_ms)]
+        self.logs = [await self._log(0)]
         self.keeper = self._keeper(self.logs)
         await self.keeper.open()
         self._arguments["keeper"] = self.keeper

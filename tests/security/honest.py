@@ -21,6 +21,7 @@ from campaigns.chaos.processes import ChaosError
 from campaigns.chaos.web import EventReader, HeldReader, ItemPublisher, Seen
 from campaigns.chaos.wire import NOTIFICATION, PUBLISH, REQUEST, RESPONSE, Message, Uri, field, new_id
 from tests.security.stage import APP, CHANNEL, CLOUD, ENTITY, ITEMS, KEY, LATE, RESOURCE, TOKEN, Stage
+from uprotocol.v1.ucode_pb2 import UCode
 
 SETTLE_S_MAX: Final = 60.0
 CALL_S_MAX: Final = 20.0  # how long a polite caller waits
@@ -28,7 +29,6 @@ CALL_EVERY_S: Final = 0.25
 ECHO: Final = 7  # a method that returns its request
 LATE_MESSAGES: Final = 30
 POLL: Final = 2
-RESOURCE_EXHAUSTED: Final = 8  # UCode
 ITEMS_PER_S: Final = 20
 
 Phase = str
@@ -270,7 +270,7 @@ class Honest:
         while True:
             answer = self._answers.call(method, payload, CALL_S_MAX)
             code = None if answer is None else answer.commstatus
-            if code != RESOURCE_EXHAUSTED or time.monotonic() > deadline:
+            if code != UCode.RESOURCE_EXHAUSTED or time.monotonic() > deadline:
                 return code
             time.sleep(CALL_EVERY_S)
 
